@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from megacp._version import __version__
 
 if TYPE_CHECKING:
-    from megacp.attention import attention as attention
-    from megacp.attention import plan as plan
+    from megacp.attend import attention as attention
+    from megacp.plans import plan as plan
     from megacp.errors import CommTimeout as CommTimeout
     from megacp.errors import ConfigError as ConfigError
     from megacp.errors import SeamError as SeamError
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _HOME = {
     "Layout": "megacp.layout",
     "Mask": "megacp.mask",
-    "attention": "megacp.attention",
-    "plan": "megacp.attention",
+    "attention": "megacp.attend",
+    "plan": "megacp.plans",
     "shard": "megacp.sharding",
     "gather": "megacp.sharding",
     "masked_mean": "megacp.loss",
