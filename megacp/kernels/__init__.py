@@ -1,0 +1,133 @@
+"""One library's attention on some blocks: the contract, and the registry that chooses.
+
+A kernel takes local queries, one step's keys and values, and the blocks between them. Forward it gives partial results
+(out, lse) to be merged; backward it takes the *final* out and lse, so that each block's gradient is exact on its own.
+
+Shapes: q [B, S, H, D], k [B, T, K, D], v [B, T, K, E], out [B, S, H, E], lse [B, H, S] natural log.
+Accumulators are float32, or float64 for float64 inputs. A kernel is one file, and one line at the end of this one;
+one from outside registers itself with :func:`register`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+import torch
+
+from megacp.errors import ConfigError, UnsupportedError
+from megacp.merge import Partial
+from megacp.plans import Block
+
+__all__ = ["Gradients", "Kernel", "Options", "Request", "choose", "names", "register", "rows_of"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one attention call asks of a kernel, beside its blocks.
+
+    Attributes:
+        scale: factor on the logits. softcap: c in c·tanh(logit / c), or None.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a kernel must be able to do for a call, known alike on every rank."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    options: Options
+
+
+@dataclass
+class Gradients:
+    """Where a kernel adds its gradients: dq [B, S, H, D], dk [B, T, K, D], dv [B, T, K, E], accumulation dtype."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+class Kernel(Protocol):
+    """One library's attention. A module with these names is a kernel."""
+
+    name: str
+
+    def refuses(self, request: Request) -> str | None:
+        """Say why the request cannot be carried out exactly, or None if it can."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block], options: Options
+    ) -> Iterator[Partial]:
+        """Give the partial results of the blocks; every query row of a partial has seen a key."""
+
+    def backward(
+        self,
+        d_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        blocks: Sequence[Block],
+        options: Options,
+        into: Gradients,
+    ) -> None:
+        """Add the blocks' gradients, given the final out and lse over all keys."""
+
+
+def rows_of(block: Block) -> slice:
+    """Return the rows of the micro-batch that a block is for, as a slice of the batch dim."""
+    return slice(None) if block.row < 0 else slice(block.row, block.row + 1)
+
+
+_registry: dict[str, Kernel] = {}
+
+
+def register(kernel: Kernel) -> None:
+    """Make a kernel known by its name; ``auto`` tries kernels in the order in which they were registered.
+
+    Raises: ConfigError if the name is taken by another kernel.
+    """
+    if _registry.get(kernel.name, kernel) is not kernel:
+        raise ConfigError(f"megacp: a kernel named '{kernel.name}' is registered already. Choose another name.")
+    _registry[kernel.name] = kernel
+
+
+def names() -> list[str]:
+    """List the known kernels, in the order in which ``auto`` tries them."""
+    return list(_registry)
+
+
+def choose(name: str, request: Request) -> Kernel:
+    """Return the kernel of that name, or the first that can do the request for ``auto``.
+
+    Raises: ConfigError for an unknown name; UnsupportedError with every kernel's reason if none can.
+    """
+    if name != "auto" and name not in _registry:
+        raise ConfigError(f"megacp: kernel '{name}' is not known. Use one of: auto, {', '.join(_registry)}.")
+    reasons = {}
+    for candidate in _registry if name == "auto" else [name]:
+        reason = _registry[candidate].refuses(request)
+        if reason is None:
+            return _registry[candidate]
+        reasons[candidate] = reason
+    table = "\n".join(f"  {kernel:12s} {reason}" for kernel, reason in reasons.items())
+    raise UnsupportedError(
+        f"megacp: no kernel can do this attention exactly on {request.device} in {request.dtype} with {request.heads} query heads, "
+        f"{request.kv_heads} key/value heads, head sizes {request.head_dim} and {request.value_dim}:\n{table}"
+    )
+
+
+for _name in ("sdpa", "reference"):
+    register(import_module(f"megacp.kernels.{_name}"))  # type: ignore[arg-type]

@@ -1,0 +1,84 @@
+"""From Megatron's indexed dataset to micro-batches: each rank reads whole samples, its data-parallel rank says which."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.tokenizers import MegatronTokenizer
+
+Batch = dict[str, torch.Tensor]
+
+
+def build_tokenizer(args: argparse.Namespace) -> Any:
+    """Load the sentencepiece model through Megatron's own class; its ``eod`` ends documents."""
+    return MegatronTokenizer.from_pretrained(args.tokenizer_model, metadata_path={"library": "sentencepiece"})
+
+
+def build_datasets(args: argparse.Namespace, tokenizer: Any) -> tuple[GPTDataset, GPTDataset | None]:
+    """Build the training and validation samples on every rank; rank 0 writes the index, the others read it."""
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=get_blend_from_list(args.data_path),
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,  # S x S booleans a sample; the attention is causal without them
+    )
+    sizes = [args.train_iters * args.global_batch_size, args.eval_iters * args.global_batch_size, 0]
+    train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    return train, valid
+
+
+class PureDataParallelSampler:
+    """Give the sample numbers of one rank's micro-batches, in Megatron's order.
+
+    Only the data-parallel rank enters: ranks that share a replica (tensor, pipeline or context
+    parallel) read the same samples.
+    """
+
+    def __init__(self, args: argparse.Namespace, iteration: int, iterations: int) -> None:
+        self.first = iteration * args.global_batch_size
+        self.last = iterations * args.global_batch_size
+        self.size = args.micro_batch_size
+        self.rank = parallel_state.get_data_parallel_rank()
+        self.ranks = parallel_state.get_data_parallel_world_size()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(self.first + self.rank * self.size, self.last, self.size * self.ranks):
+            yield list(range(start, start + self.size))
+
+
+def batches(
+    args: argparse.Namespace, dataset: GPTDataset, chunks: int, iteration: int, iterations: int
+) -> list[Iterator[Batch]]:
+    """Give one iterator a model chunk (virtual pipeline stage), from step `iteration` up to `iterations`."""
+
+    def loader() -> Iterator[Batch]:
+        sampler = PureDataParallelSampler(args, iteration, iterations)
+        return iter(torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=args.num_workers))
+
+    return [loader() for _ in range(chunks)]
+
+
+def get_batch(args: argparse.Namespace, iterator: Iterator[Batch], first: bool, last: bool) -> dict[str, Any]:
+    """Read one micro-batch and keep what this pipeline stage needs, as Megatron's pretrain_gpt.py does.
+
+    Shapes: tokens, position_ids (first stage), labels, loss_mask (last stage): [B, G]; None on other stages.
+    """
+    batch = next(iterator)
+    start, stop = args.loss_range
+    batch["loss_mask"][:, :start] = 0
+    batch["loss_mask"][:, stop:] = 0
+    keep = {"tokens": first, "position_ids": first, "labels": last, "loss_mask": last}
+    return {name: batch[name].cuda(non_blocking=True) if wanted else None for name, wanted in keep.items()}

@@ -1,0 +1,98 @@
+"""Plain attention in PyTorch: the slow truth. Any device, any dtype, any option.
+
+Queries are taken in tiles, so nothing quadratic is held. 16-bit inputs are computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megacp.kernels import Gradients, Options, Request, rows_of
+from megacp.merge import Partial
+from megacp.plans import Block
+
+__all__ = ["backward", "forward", "name", "refuses"]
+
+name = "reference"
+
+_TILE = 256
+
+
+def refuses(request: Request) -> str | None:
+    """Refuse nothing."""
+    return None
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block], options: Options
+) -> Iterator[Partial]:
+    """Compute softmax(mask(q kᵀ · scale)) v tile by tile."""
+    for block in blocks:
+        for tile in _tiles(block):
+            rows, keys = rows_of(tile), slice(tile.k_start, tile.k_stop)
+            logits, _ = _logits(q[rows, tile.q_start : tile.q_stop], k[rows, keys], tile, options)
+            lse = torch.logsumexp(logits, -1)  # [b, K, G, s]
+            out = torch.einsum("bkgst,btke->bskge", torch.exp(logits - lse[..., None]), v[rows, keys].to(logits.dtype))
+            yield Partial(out.flatten(2, 3), lse.flatten(1, 2), rows, tile.q_start, tile.q_stop)
+
+
+def backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: Sequence[Block],
+    options: Options,
+    into: Gradients,
+) -> None:
+    """Add dq, dk and dv of the blocks. Source: FlashAttention-2 (Dao 2023), algorithm 2."""
+    for block in blocks:
+        for tile in _tiles(block):
+            rows, queries, keys = rows_of(tile), slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+            logits, slope = _logits(q[rows, queries], k[rows, keys], tile, options)
+            dtype, groups = logits.dtype, k.shape[2]
+            q_tile, k_tile, v_tile = q[rows, queries].to(dtype), k[rows, keys].to(dtype), v[rows, keys].to(dtype)
+            d_tile = d_out[rows, queries].to(dtype)
+            delta = (d_tile * out[rows, queries].to(dtype)).sum(-1).transpose(1, 2)  # [b, H, s]
+            d_tile, q_tile = d_tile.unflatten(2, (groups, -1)), q_tile.unflatten(2, (groups, -1))
+            probs = torch.exp(logits - lse[rows, :, queries].to(dtype).unflatten(1, (groups, -1))[..., None])
+            d_probs = torch.einsum("bskge,btke->bkgst", d_tile, v_tile)
+            d_logits = probs * (d_probs - delta.unflatten(1, (groups, -1))[..., None])
+            if slope is not None:
+                d_logits = d_logits * slope
+            d_logits = d_logits * options.scale
+            into.dv[rows, keys] += torch.einsum("bkgst,bskge->btke", probs, d_tile)
+            into.dk[rows, keys] += torch.einsum("bkgst,bskgd->btkd", d_logits, q_tile)
+            into.dq[rows, queries] += torch.einsum("bkgst,btkd->bskgd", d_logits, k_tile).flatten(2, 3)
+
+
+def _tiles(block: Block) -> Iterator[Block]:
+    """Cut a block into tiles of queries, each with only the keys its rows can see."""
+    for start in range(block.q_start, block.q_stop, _TILE):
+        stop = min(start + _TILE, block.q_stop)
+        k_start = max(block.k_start, start + block.lo)
+        k_stop = min(block.k_stop, stop + block.hi)
+        yield block._replace(q_start=start, q_stop=stop, k_start=k_start, k_stop=k_stop)
+
+
+def _logits(
+    q: torch.Tensor, k: torch.Tensor, tile: Block, options: Options
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return masked logits [b, K, G, s, t] and, under a softcap, the slope of the cap at each."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))
+    logits = torch.einsum("bskgd,btkd->bkgst", grouped, k.to(dtype)) * options.scale
+    slope = None
+    if options.softcap is not None:
+        capped = torch.tanh(logits / options.softcap)
+        logits, slope = capped * options.softcap, 1 - capped * capped
+    if tile.kind != "full":
+        queries = torch.arange(tile.q_start, tile.q_stop, device=q.device)[:, None]
+        keys = torch.arange(tile.k_start, tile.k_stop, device=q.device)[None, :]
+        hidden = (keys - queries < tile.lo) | (keys - queries > tile.hi)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    return logits, slope

@@ -1,0 +1,284 @@
+"""What may attend to what, held as slices, never as a G x G tensor.
+
+A slice is a rectangle of queries and keys with two diagonals: key k is visible to query q if q is in [q_start, q_stop),
+k in [k_start, k_stop), and lo <= k - q <= hi. Causal is hi = 0, a window adds lo, full has neither. Slices of one mask are
+disjoint. Every mask megacp knows, documents, prefixes and windows included, is a short list of these.
+
+Shapes: ``G`` global sequence length, ``B`` rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megacp.errors import ConfigError
+from megacp.layout import as_offsets
+
+__all__ = ["ALL_ROWS", "COLUMNS", "UNBOUNDED", "Mask", "pairs", "trim"]
+
+UNBOUNDED = 1 << 40
+"""A diagonal that bounds nothing: larger than any sequence, small enough never to overflow."""
+
+ALL_ROWS = -1
+"""In a slice's row column: the slice holds for every row of the micro-batch."""
+
+COLUMNS = ("row", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
+
+Window = int | tuple[int | None, int | None] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys each query may see, for one sequence or for each row of a micro-batch.
+
+    Attributes:
+        kind: words for people ("causal", "documents (12, causal)"). seq_len: ``G``, in tokens.
+        slices: int64 [n, 7], columns :data:`COLUMNS`, sorted by row and first query.
+        rows: ``B`` if rows differ, else None (the mask holds for any number of rows).
+        offsets: per row the cumulative document lengths, or None for masks without documents.
+    """
+
+    kind: str
+    seq_len: int
+    slices: np.ndarray = field(repr=False)
+    rows: int | None = None
+    offsets: tuple[np.ndarray, ...] | None = field(default=None, repr=False)
+    _key: bytes = field(default=b"", repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @staticmethod
+    def causal(seq_len: int, window: Window = None) -> Mask:
+        """Let each query see itself and the keys before it; of those only the last ``window`` (itself included)."""
+        _check_length(seq_len)
+        lo, hi = _diagonals(True, window)
+        kind = "causal" if window is None else f"causal, window {window}"
+        return _make(kind, seq_len, [(ALL_ROWS, 0, seq_len, 0, seq_len, lo, hi)])
+
+    @staticmethod
+    def full(seq_len: int, window: Window = None) -> Mask:
+        """Let every query see every key; with ``window``, only keys less than ``window`` away in either direction."""
+        _check_length(seq_len)
+        lo, hi = _diagonals(False, window)
+        kind = "full" if window is None else f"full, window {window}"
+        return _make(kind, seq_len, [(ALL_ROWS, 0, seq_len, 0, seq_len, lo, hi)])
+
+    @staticmethod
+    def documents(cu_seqlens: Any, causal: bool = True, window: Window = None) -> Mask:
+        """Keep packed documents apart.
+
+        Args:
+            cu_seqlens: int [n + 1], cumulative lengths in tokens from 0 to G; or a list of such, one for each row of the batch.
+            causal: within a document, see only itself and what is before it.
+            window: as in :meth:`causal` and :meth:`full`.
+        Raises: ConfigError for offsets that do not rise from 0, or rows of different lengths.
+        """
+        rows = [as_offsets(c) for c in cu_seqlens] if _is_nested(cu_seqlens) else [as_offsets(cu_seqlens)]
+        return _documents(rows, causal, window)
+
+    @staticmethod
+    def from_tokens(ids: torch.Tensor, eod: int, causal: bool = True, window: Window = None) -> Mask:
+        """Read documents from token ids: a document ends after each ``eod`` token.
+
+        Shapes: ids int [G] or [B, G].
+        """
+        table = _table("ids", ids)
+        ends = table == eod
+        rows = [np.unique(np.r_[0, np.flatnonzero(row) + 1, table.shape[1]]) for row in ends]
+        return _documents(rows, causal, window)
+
+    @staticmethod
+    def from_positions(position_ids: torch.Tensor, causal: bool = True, window: Window = None) -> Mask:
+        """Read documents from position ids: a document starts wherever a position does not follow the one before it.
+
+        Shapes: position_ids int [G] or [B, G].
+        """
+        table = _table("position_ids", position_ids)
+        starts = np.diff(table, axis=1) != 1
+        rows = [np.unique(np.r_[0, np.flatnonzero(row) + 1, table.shape[1]]) for row in starts]
+        return _documents(rows, causal, window)
+
+    @staticmethod
+    def prefix(seq_len: int, prefix: int) -> Mask:
+        """Let the first ``prefix`` tokens see each other in both directions; the rest is causal.
+
+        Raises: ConfigError for a prefix outside 0..seq_len.
+        """
+        _check_length(seq_len)
+        if not 0 <= prefix <= seq_len:
+            raise ConfigError(f"megacp: prefix {prefix} is outside the sequence of {seq_len} tokens.")
+        rows = [
+            (ALL_ROWS, 0, prefix, 0, prefix, -UNBOUNDED, UNBOUNDED),
+            (ALL_ROWS, prefix, seq_len, 0, seq_len, -UNBOUNDED, 0),
+        ]
+        return _make(f"prefix {prefix}, then causal", seq_len, rows)
+
+    def visible(self, i: int, j: int, row: int = 0) -> bool:
+        """Say whether query ``i`` may see key ``j`` (global positions) in a row of the micro-batch."""
+        s = self._of_row(row)
+        hit = (s[:, 1] <= i) & (i < s[:, 2]) & (s[:, 3] <= j) & (j < s[:, 4]) & (s[:, 5] <= j - i) & (j - i <= s[:, 6])
+        return bool(hit.any())
+
+    def dense(self) -> torch.Tensor:
+        """Spell the mask out, bool [G, G] (or [B, G, G] if rows differ); for tests and pictures of small cases."""
+        index = np.arange(self.seq_len)
+        delta = index[None, :] - index[:, None]
+        out = np.zeros((self.rows or 1, self.seq_len, self.seq_len), bool)
+        for row in range(len(out)):
+            for _, q0, q1, k0, k1, lo, hi in self._of_row(row):
+                part = delta[q0:q1, k0:k1]
+                out[row, q0:q1, k0:k1] |= (lo <= part) & (part <= hi)
+        return torch.from_numpy(out if self.rows else out[0])
+
+    def pairs(self, rows: int = 1) -> int:
+        """Count the visible (query, key) pairs, over ``rows`` rows where the rows are alike."""
+        return int(pairs(self.slices).sum()) * (1 if self.rows else rows)
+
+    def document_positions(self) -> torch.Tensor:
+        """Return positions that restart at each document, int64 [G] (or [B, G] if rows differ).
+
+        Raises: ConfigError for a mask without documents.
+        """
+        out = np.stack([np.arange(o[-1]) - np.repeat(o[:-1], np.diff(o)) for o in self._documents()])
+        return torch.from_numpy(out if self.rows else out[0])
+
+    def labels(self, tokens: torch.Tensor, ignore: int = -100) -> torch.Tensor:
+        """Shift whole rows of tokens into next-token labels that never cross a document.
+
+        The last token of each document gets ``ignore``. Do this before sharding, never after.
+        Shapes: tokens int [G] or [B, G] -> the same.
+        Raises: ConfigError if the tokens have another length, or another number of rows than the mask.
+        """
+        if tokens.shape[-1] != self.seq_len or (self.rows and tokens.shape[0] != self.rows):
+            raise ConfigError(
+                f"megacp: tokens of shape {tuple(tokens.shape)} do not fit a mask of {self.seq_len} tokens"
+                + (f" and {self.rows} rows." if self.rows else ".")
+            )
+        labels = torch.roll(tokens, -1, -1)
+        ends = [o[1:][np.diff(o) > 0] - 1 for o in (self.offsets or (np.array([0, self.seq_len]),))]
+        if self.rows:
+            for row, last in enumerate(ends):
+                labels[row, torch.from_numpy(last).to(labels.device)] = ignore
+        else:
+            labels[..., torch.from_numpy(ends[0]).to(labels.device)] = ignore
+        return labels
+
+    def _documents(self) -> tuple[np.ndarray, ...]:
+        if self.offsets is None:
+            raise ConfigError(f"megacp: a mask of kind '{self.kind}' has no documents.")
+        return self.offsets
+
+    def _of_row(self, row: int) -> np.ndarray:
+        return self.slices[(self.slices[:, 0] == ALL_ROWS) | (self.slices[:, 0] == row)]
+
+
+def trim(slices: np.ndarray) -> np.ndarray:
+    """Shrink slices to the smallest rectangles that hold their visible pairs, and drop empty ones.
+
+    Diagonals that no longer cut anything become :data:`UNBOUNDED`. Every row and every column of what is left has a visible pair.
+    Shapes: int64 [n, 7] -> [m, 7], m <= n.
+    """
+    row, q0, q1, k0, k1, lo, hi = slices.T
+    q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+    k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    hi = np.where(hi >= k1 - 1 - q0, UNBOUNDED, hi)
+    lo = np.where(lo <= k0 - q1 + 1, -UNBOUNDED, lo)
+    out = np.stack([row, q0, q1, k0, k1, lo, hi], 1)
+    return out[(q1 > q0) & (k1 > k0)]
+
+
+def pairs(slices: np.ndarray) -> np.ndarray:
+    """Count the visible pairs of each slice, int64 [n]. Source: own; two ramp sums a diagonal."""
+    _, q0, q1, k0, k1, lo, hi = slices.T
+    hi = np.minimum(hi, k1 - 1 - q0)
+    lo = np.maximum(lo, k0 - q1 + 1)
+
+    def ramp(x: np.ndarray) -> np.ndarray:
+        x = np.maximum(x, 0)
+        return x * (x + 1) // 2
+
+    def up_to(diagonal: np.ndarray) -> np.ndarray:
+        return ramp(q1 + diagonal - k0) - ramp(q0 + diagonal - k0) - ramp(q1 + diagonal - k1) + ramp(q0 + diagonal - k1)
+
+    count = up_to(hi) - up_to(lo - 1)
+    return np.where((q1 > q0) & (k1 > k0) & (hi >= lo), count, 0)
+
+
+def _make(
+    kind: str,
+    seq_len: int,
+    rows: list[tuple[int, ...]] | np.ndarray,
+    batch: int | None = None,
+    offsets: tuple[np.ndarray, ...] | None = None,
+) -> Mask:
+    slices = trim(np.asarray(rows, np.int64).reshape(-1, len(COLUMNS)))
+    slices = slices[np.lexsort((slices[:, 3], slices[:, 1], slices[:, 0]))]
+    slices.setflags(write=False)
+    # Offsets tell apart masks of the same pairs with other documents (two documents that a window of 1 keeps apart anyway).
+    parts = [np.int64([seq_len, batch or 0]), slices, *(offsets or ())]
+    key = hashlib.blake2b(b"".join(p.tobytes() for p in parts), digest_size=16).digest()
+    return Mask(kind, seq_len, slices, batch, offsets, key)
+
+
+def _documents(rows: list[np.ndarray], causal: bool, window: Window) -> Mask:
+    lengths = {int(row[-1]) for row in rows}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ConfigError(
+            f"megacp: the rows of a micro-batch must have one length of at least 1 token, but have {sorted(lengths)}. "
+            "Let the last offset of each row be the padded length."
+        )
+    if all(np.array_equal(row, rows[0]) for row in rows):
+        rows = rows[:1]
+    lo, hi = _diagonals(causal, window)
+    table = []
+    for index, offsets in enumerate(rows):
+        start, stop = offsets[:-1], offsets[1:]
+        full = np.full_like(start, index if len(rows) > 1 else ALL_ROWS)
+        table.append(np.stack([full, start, stop, start, stop, np.full_like(start, lo), np.full_like(start, hi)], 1))
+    count = "/".join(str(int((np.diff(o) > 0).sum())) for o in rows[:4]) + ("/..." if len(rows) > 4 else "")
+    words = "causal" if causal else "full"
+    kind = f"documents ({count}, {words})" if window is None else f"documents ({count}, {words}, window {window})"
+    batch = len(rows) if len(rows) > 1 else None
+    return _make(kind, lengths.pop(), np.concatenate(table), batch, tuple(rows))
+
+
+def _diagonals(causal: bool, window: Window) -> tuple[int, int]:
+    if window is None:
+        return -UNBOUNDED, 0 if causal else UNBOUNDED
+    left, right = window if isinstance(window, tuple) else (window - 1, 0 if causal else window - 1)
+    for side in (left, right):
+        if side is not None and side < 0:
+            raise ConfigError(
+                f"megacp: window {window} is not a window. Give the number of keys seen including the query itself (at least 1), "
+                "a pair (keys to the left, keys to the right), or None for no window."
+            )
+    lo = -UNBOUNDED if left is None else -left
+    hi = UNBOUNDED if right is None else right
+    return lo, min(hi, 0) if causal else hi
+
+
+def _check_length(seq_len: int) -> None:
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
+        raise ConfigError(f"megacp: seq_len is {seq_len!r}; it must be a whole number of at least 1.")
+
+
+def _is_nested(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.ndim == 2
+    return isinstance(value, (list, tuple)) and len(value) > 0 and not isinstance(value[0], (int, np.integer))
+
+
+def _table(name: str, value: torch.Tensor) -> np.ndarray:
+    table = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+    if table.ndim not in (1, 2) or table.shape[-1] == 0 or table.dtype.kind not in "iu":
+        raise ConfigError(f"megacp: {name} must be integers of shape [G] or [B, G], not {table.dtype} {table.shape}.")
+    return table.reshape(-1, table.shape[-1])

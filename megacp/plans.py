@@ -1,0 +1,287 @@
+"""Who computes what, when: a layout and a mask turned into steps of blocks.
+
+A plan is plain numpy and needs no process group, so any rank's plan of any cluster can be computed, tested and drawn on a laptop.
+The same object drives execution, the estimates and the pictures. How keys and values travel is the method's business:
+each method in ``megacp.methods`` describes its steps with the functions of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from megacp.errors import ConfigError
+from megacp.layout import Layout
+from megacp.mask import UNBOUNDED, Mask, pairs, trim
+
+__all__ = ["ALL_OWNERS", "Block", "Plan", "Schedule", "Step", "blocks_of", "queries_of"]
+
+ALL_OWNERS = -1
+"""As a step's owner: the keys and values of all ranks, in global order."""
+
+
+class Block(NamedTuple):
+    """Some local queries against some keys of the step's buffer: key k is seen by query q if lo <= k - q <= hi.
+
+    All numbers are local: queries count the rank's slots, keys the slots of the step's key/value buffer.
+    """
+
+    row: int
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lo: int
+    hi: int
+
+    @property
+    def kind(self) -> str:
+        """Name the shape: 'full', 'causal' (only later keys are cut off) or 'banded'."""
+        if self.lo > -UNBOUNDED:
+            return "banded"
+        return "causal" if self.hi < UNBOUNDED else "full"
+
+    @property
+    def pairs(self) -> int:
+        """Count the visible (query, key) pairs."""
+        return int(pairs(np.array([self], np.int64))[0])
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank computes while one owner's keys and values are here, and what it passes on.
+
+    Attributes:
+        index: number of the step, from 0. owner: whose keys and values, or :data:`ALL_OWNERS`.
+        blocks: the work, fewest kernel calls first found.
+        sends, receives: whether keys and values leave for, or come in for, the next step.
+        grad_to: in the backward pass, the rank that gets this owner's gradients after this step, or None.
+        grad_follows: whether the next owner's gradients so far come in after this step, from the rank before.
+        grad_home: the rank from which this rank's own gradients come in after this step, or None.
+    """
+
+    index: int
+    owner: int
+    blocks: tuple[Block, ...]
+    sends: bool = False
+    receives: bool = False
+    grad_to: int | None = None
+    grad_follows: bool = False
+    grad_home: int | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Count the visible (query, key) pairs, over the rows named by the blocks."""
+        return sum(block.pairs for block in self.blocks)
+
+
+class Schedule(Protocol):
+    """What a method says about its steps; each module in ``megacp.methods`` is one."""
+
+    name: str
+
+    def steps(self, plan: Plan, rank: int) -> tuple[Step, ...]:
+        """List the steps of a rank, its own block first where the method has one."""
+
+    def tokens_received(self, plan: Plan, rank: int, backward: bool) -> tuple[int, int]:
+        """Count the tokens whose (key and value, gradient of key and value) reach a rank in one pass."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout, a mask and a method, turned into steps. Make one with :func:`megacp.plan`.
+
+    Attributes:
+        layout, mask: what is planned for. schedule: the method.
+    """
+
+    layout: Layout
+    mask: Mask
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        if self.layout.seq_len != self.mask.seq_len:
+            raise ConfigError(
+                f"megacp: the layout places {self.layout.seq_len} tokens, the mask covers {self.mask.seq_len}. "
+                "Make both for the same sequence."
+            )
+
+    @property
+    def method(self) -> str:
+        """Name the method."""
+        return self.schedule.name
+
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """List what a rank does, step by step."""
+        return _steps(self, rank)
+
+    def pairs(self, rank: int) -> int:
+        """Count the (query, key) pairs that a rank computes for one row (over all rows, if the mask's rows differ)."""
+        return int(self.work[rank].sum())
+
+    def flops(self, rank: int, *, heads: int = 1, head_dim: int = 1, value_dim: int | None = None, backward: bool = False) -> int:
+        """Count the floating-point operations of a rank's two matrix products, 2 for each multiply and add.
+
+        The backward pass has 2.5 times as many (five products for two).
+        """
+        forward = 2 * self.pairs(rank) * heads * (head_dim + (head_dim if value_dim is None else value_dim))
+        return forward * 5 // 2 if backward else forward
+
+    def bytes_received(
+        self,
+        rank: int,
+        *,
+        kv_heads: int = 1,
+        head_dim: int = 1,
+        value_dim: int | None = None,
+        itemsize: int = 1,
+        grad_itemsize: int = 4,
+        backward: bool = False,
+    ) -> int:
+        """Count the bytes of keys, values (and, backward, their gradients) that reach a rank in one pass of one row.
+
+        With the default sizes the unit is an element of one head of size 1: twice the tokens received.
+        """
+        tokens, grads = self.schedule.tokens_received(self, rank, backward)
+        per_token = kv_heads * (head_dim + (head_dim if value_dim is None else value_dim))
+        return per_token * (tokens * itemsize + grads * grad_itemsize)
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """Pairs between the queries of each rank and the keys of each owner, int64 [cp_size, cp_size]."""
+        cp = self.layout.cp_size
+        out = np.zeros(cp * cp, np.int64)
+        for rank in range(cp):
+            for cut, _, owner in _cut_keys(queries_of(self.layout, self.mask, rank), self.layout):
+                np.add.at(out, rank * cp + owner, pairs(cut))
+        out = out.reshape(cp, cp)
+        out.setflags(write=False)
+        return out
+
+    def __repr__(self) -> str:
+        return f"Plan({self.method}, {self.layout.name} over {self.layout.cp_size}, {self.mask.kind}, {self.mask.seq_len} tokens)"
+
+
+@lru_cache(maxsize=1024)
+def _steps(plan: Plan, rank: int) -> tuple[Step, ...]:
+    return plan.schedule.steps(plan, rank)
+
+
+def queries_of(layout: Layout, mask: Mask, rank: int) -> np.ndarray:
+    """Cut the mask's slices to a rank's queries, queries counted in local slots, keys in global positions, int64 [n, 7]."""
+    pieces, slices = layout.pieces[rank], mask.slices
+    if not len(pieces) or not len(slices):
+        return np.zeros((0, 7), np.int64)
+    which, piece = _overlaps(slices[:, 1], slices[:, 2], pieces[:, 0], pieces[:, 1])
+    cut, piece_rows = slices[which].copy(), pieces[piece]
+    cut[:, 1] = np.maximum(cut[:, 1], piece_rows[:, 0])
+    cut[:, 2] = np.minimum(cut[:, 2], piece_rows[:, 1])
+    return trim(_moved(cut, q_by=piece_rows[:, 2] - piece_rows[:, 0]))
+
+
+def blocks_of(layout: Layout, mask: Mask, rank: int) -> dict[int, tuple[Block, ...]]:
+    """List for each owner the blocks between a rank's queries and that owner's keys, merged to the fewest calls."""
+    found: dict[int, list[np.ndarray]] = {}
+    for cut, slots, owner in _cut_keys(queries_of(layout, mask, rank), layout):
+        local = trim(_moved(cut, k_by=slots))
+        for one in np.unique(owner):
+            found.setdefault(int(one), []).append(local[owner == one])
+    return {owner: merged(np.concatenate(parts)) for owner, parts in found.items()}
+
+
+def merged(slices: np.ndarray) -> tuple[Block, ...]:
+    """Join slices whose union is itself one slice, until none is left to join.
+
+    Two disjoint slices join if the bounding rectangle, cut by their common diagonals, has exactly as many pairs as the two
+    together and loses none of either. Source: own.
+    """
+    blocks = sorted(map(tuple, slices.tolist()))
+    while len(blocks) > 1:
+        before = len(blocks)
+        for order in ((0, 3, 1), (0, 1, 3)):
+            blocks = _join_neighbours(sorted(blocks, key=lambda b, o=order: tuple(b[i] for i in o)))  # type: ignore[misc]
+        if len(blocks) == before:
+            break
+    return tuple(Block(*b) for b in blocks)
+
+
+def _join_neighbours(blocks: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = []
+    for block in blocks:
+        while out and (union := _union(out[-1], block)) is not None:
+            out.pop()
+            block = union
+        out.append(block)
+    return out
+
+
+def _union(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the slice that is exactly the union of two disjoint slices, or None."""
+    row, aq0, aq1, ak0, ak1, alo, ahi = a
+    brow, bq0, bq1, bk0, bk1, blo, bhi = b
+    if row != brow or bq0 > aq1 or aq0 > bq1 or bk0 > ak1 or ak0 > bk1:
+        return None
+    los = {x for x in (alo, blo) if x > -UNBOUNDED}
+    his = {x for x in (ahi, bhi) if x < UNBOUNDED}
+    if len(los) > 1 or len(his) > 1:
+        return None
+    lo, hi = min(los, default=-UNBOUNDED), max(his, default=UNBOUNDED)
+    whole = (row, min(aq0, bq0), max(aq1, bq1), min(ak0, bk0), max(ak1, bk1), lo, hi)
+    cut = [(r, q0, q1, k0, k1, lo, hi) for r, q0, q1, k0, k1, _, _ in (a, b)]
+    n_whole, n_a, n_b, n_a_cut, n_b_cut = pairs(np.array([whole, a, b, *cut], np.int64)).tolist()
+    return whole if n_whole == n_a + n_b and n_a == n_a_cut and n_b == n_b_cut else None
+
+
+def _cut_keys(queries: np.ndarray, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Cut slices (keys in global positions) at the borders between owners.
+
+    Yields in portions of bounded size: slices [n, 7] still in global key positions, the shift of each to the owner's
+    slots [n], and the owner [n].
+    """
+    start, stop, slot, owner = _placement(layout)
+    portion = 1 << 18
+    for at in range(0, len(queries), portion):
+        part = queries[at : at + portion]
+        which, piece = _overlaps(part[:, 3], part[:, 4], start, stop)
+        cut = part[which].copy()
+        cut[:, 3] = np.maximum(cut[:, 3], start[piece])
+        cut[:, 4] = np.minimum(cut[:, 4], stop[piece])
+        kept = pairs(cut) > 0
+        piece = piece[kept]
+        yield cut[kept], (slot - start)[piece], owner[piece]
+
+
+@lru_cache(maxsize=128)
+def _placement(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """List all pieces of all ranks by position: start, stop, slot, owner, each int64 [n]."""
+    rows = np.concatenate([np.c_[p, np.full(len(p), rank)] for rank, p in enumerate(layout.pieces)])
+    start, stop, slot, owner = rows[np.argsort(rows[:, 0])].T
+    return start, stop, slot, owner
+
+
+def _overlaps(starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pair each range [start, stop) with each disjoint range [low, high) that it overlaps; two index arrays."""
+    order = np.argsort(lows, kind="stable")
+    first = np.searchsorted(highs[order], starts, side="right")
+    last = np.searchsorted(lows[order], stops, side="left")
+    count = np.maximum(last - first, 0)
+    which = np.repeat(np.arange(len(starts)), count)
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return which, order[np.repeat(first, count) + within]
+
+
+def _moved(slices: np.ndarray, q_by: np.ndarray | int = 0, k_by: np.ndarray | int = 0) -> np.ndarray:
+    """Count queries and keys from other origins; the diagonals move along."""
+    out = slices.copy()
+    out[:, 1:3] += np.reshape(q_by, (-1, 1))
+    out[:, 3:5] += np.reshape(k_by, (-1, 1))
+    shift = np.asarray(k_by) - np.asarray(q_by)
+    for column, open_at in ((5, -UNBOUNDED), (6, UNBOUNDED)):
+        out[:, column] = np.where(slices[:, column] == open_at, open_at, slices[:, column] + shift)
+    return out
+
+
