@@ -1,4 +1,4 @@
-"""``python -m megacp SCRIPT ARGS...``, the short form of ``megacp run``; also under ``torchrun -m megacp``."""
+"""``python -m megacp SCRIPT ARGS...``, short for ``megacp run``; also under ``torchrun -m megacp``."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def run(words: list[str]) -> int:
-    """Hook the host, then run a script (or ``-m`` module) as ``__main__`` with the arguments left for it.
+    """Put the hooks in place, then run a script (or ``-m`` module) as ``__main__`` with what is left for it.
 
     Raises: ConfigError for a bad flag, a script that does not exist, or sizes that cannot fit.
     """

@@ -122,6 +122,18 @@ class Mask:
         ]
         return _make(f"prefix {prefix}, then causal", seq_len, rows)
 
+    def within(self, left: int | None, right: int | None) -> Mask:
+        """Add a sliding window: at most ``left`` keys before the query and ``right`` after it (None: no bound).
+
+        Source: the (left, right) convention of flash-attn and Megatron-LM's window_size; -1 is no bound there and here.
+        """
+        slices = self.slices.copy()
+        if left is not None and left >= 0:
+            slices[:, 5] = np.maximum(slices[:, 5], -left)
+        if right is not None and right >= 0:
+            slices[:, 6] = np.minimum(slices[:, 6], right)
+        return _make(f"{self.kind}, window ({left}, {right})", self.seq_len, slices, self.rows, self.offsets)
+
     def visible(self, i: int, j: int, row: int = 0) -> bool:
         """Say whether query ``i`` may see key ``j`` (global positions) in a row of the micro-batch."""
         s = self._of_row(row)
@@ -151,6 +163,14 @@ class Mask:
         out = np.stack([np.arange(o[-1]) - np.repeat(o[:-1], np.diff(o)) for o in self._documents()])
         return torch.from_numpy(out if self.rows else out[0])
 
+    def document_ends(self) -> torch.Tensor:
+        """Mark the last token of each document (of the sequence, if there are none), bool [1, G], or [B, G] if rows differ."""
+        rows = self.offsets or (np.array([0, self.seq_len]),)
+        out = torch.zeros(len(rows), self.seq_len, dtype=torch.bool)
+        for row, offsets in enumerate(rows):
+            out[row, torch.from_numpy(offsets[1:][np.diff(offsets) > 0] - 1)] = True
+        return out
+
     def labels(self, tokens: torch.Tensor, ignore: int = -100) -> torch.Tensor:
         """Shift whole rows of tokens into next-token labels that never cross a document.
 
@@ -164,13 +184,8 @@ class Mask:
                 + (f" and {self.rows} rows." if self.rows else ".")
             )
         labels = torch.roll(tokens, -1, -1)
-        ends = [o[1:][np.diff(o) > 0] - 1 for o in (self.offsets or (np.array([0, self.seq_len]),))]
-        if self.rows:
-            for row, last in enumerate(ends):
-                labels[row, torch.from_numpy(last).to(labels.device)] = ignore
-        else:
-            labels[..., torch.from_numpy(ends[0]).to(labels.device)] = ignore
-        return labels
+        ends = self.document_ends().to(labels.device)
+        return labels.masked_fill(ends if self.rows else ends[0], ignore)
 
     def _documents(self) -> tuple[np.ndarray, ...]:
         if self.offsets is None:

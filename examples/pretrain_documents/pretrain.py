@@ -80,6 +80,9 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         fp16=args.fp16,
         params_dtype=args.params_dtype,
         pipeline_dtype=args.params_dtype,
+        # interleaved stages on two ranks need the sends and receives one by one, else they pair up wrongly
+        overlap_p2p_comm=args.virtual_pipeline_model_parallel_size is not None,
+        batch_p2p_comm=args.virtual_pipeline_model_parallel_size is None,
         calculate_per_token_loss=args.calculate_per_token_loss,
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,

@@ -1,0 +1,75 @@
+"""Megatron and its kin: where megacp is hooked in, and taken out again.
+
+:func:`install` puts one table of seams in place; what stands at each seam is in one file a family of hosts.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megacp.comm import set_deadline
+from megacp.config import Config
+from megacp.hosts import megatron
+from megacp.hosts.rows import entry_point_rows
+from megacp.hosts.seams import Seams
+from megacp.hosts.session import Session
+
+__all__ = ["install", "report", "uninstall"]
+
+_session: Session | None = None
+_seams: Seams | None = None
+
+
+def install(config: Config | None = None) -> None:
+    """Hook megacp into the Megatron of this process, now or as soon as it is imported. Installing twice does nothing.
+
+    Args:
+        config: the settings; defaults if None. No command line is read here, the host's parser learns our flags.
+    Raises: SeamError if a place that is needed is sure to be missing, naming what was tried.
+    """
+    global _session, _seams
+    if _seams is not None:
+        if config is not None and _session is not None:
+            _session.configure(vars(config))
+        return
+    _session = Session(config or Config())
+    set_deadline(_session.config.timeout_s)
+    _forget_rotary_tables()
+    _seams = Seams([*megatron.rows(_current, _table), *entry_point_rows()], roots={"megatron", "pretrain_gpt", "gpt_builders"})
+    _seams.install()
+
+
+def uninstall() -> None:
+    """Put everything back as it was before :func:`install`."""
+    global _session, _seams
+    if _seams is None:
+        return
+    _seams.uninstall()
+    _session = _seams = None
+    _forget_rotary_tables()
+
+
+def report() -> str:
+    """Return what is hooked where, and what is in force; one line if megacp is not installed."""
+    if _seams is None or _session is None:
+        return "megacp is not installed in this process."
+    return _session.text(_seams.table())
+
+
+def _current() -> Session:
+    assert _session is not None, "a seam ran without a session"
+    return _session
+
+
+def _table() -> str:
+    assert _seams is not None
+    return _seams.table()
+
+
+def _forget_rotary_tables() -> None:
+    """Empty the host's caches of rotary tables, which hold slices made by whoever was in charge."""
+    name = "megatron.core.models.common.embeddings.rotary_pos_embedding"
+    for value in list(vars(sys.modules.get(name, object)).values()) if name in sys.modules else []:
+        clear = getattr(getattr(value, "forward", None), "cache_clear", None) if isinstance(value, type) else None
+        if clear is not None:
+            clear()

@@ -20,11 +20,12 @@ __all__ = ["AfterImport", "is_findable"]
 class AfterImport(MetaPathFinder):
     """Call back once for each import, or reload, of the named modules.
 
-    names: full module names. call: receives the module when its body has run; what it raises ends the import.
+    names: full module names. call: receives the name and the module when its body has run; what it
+    raises ends the import.
     The importing thread holds that module's import lock meanwhile, so no other thread sees it half done.
     """
 
-    def __init__(self, names: Collection[str], call: Callable[[ModuleType], None]) -> None:
+    def __init__(self, names: Collection[str], call: Callable[[str, ModuleType], None]) -> None:
         self.names = frozenset(names)
         self.call = call
         self._thread = threading.local()
@@ -52,7 +53,7 @@ class AfterImport(MetaPathFinder):
 class _Around(Loader):
     """Stand in for a loader until the module's body starts; everything it is asked goes to the loader."""
 
-    def __init__(self, spec: ModuleSpec, call: Callable[[ModuleType], None]) -> None:
+    def __init__(self, spec: ModuleSpec, call: Callable[[str, ModuleType], None]) -> None:
         assert spec.loader is not None
         self._spec = spec
         self._loader = spec.loader
@@ -68,7 +69,8 @@ class _Around(Loader):
         self._spec.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._call(sys.modules.get(self._spec.name, module))  # a body may put something else in its place
+        name = self._spec.name
+        self._call(name, sys.modules.get(name, module))  # a body may put something else in its place
 
 
 def _ask(

@@ -178,7 +178,7 @@ class Hook:
         self.placed = self.place.put(self.wrapper)
 
     def withdraw(self) -> bool:
-        """Switch off and put the original back; give False, and leave the place, if somebody else is there."""
+        """Switch off and put the original back; False, with nothing changed, if somebody else is there."""
         self.on = False
         value = self.place.now()
         if value is self.placed:

@@ -2,7 +2,7 @@
 
 A package declares an entry point of the group ``megacp.seams``::
 
-    entry_points={"megacp.seams": ["myfork = myfork.cp:ROWS"]}    # an iterable of Seam, or a callable giving one
+    entry_points={"megacp.seams": ["myfork = myfork.cp:ROWS"]}    # an iterable of Seam, or a callable for one
 
 or, with no code at all, a file maps a fork's own names onto the wrappers that megacp has, by their role::
 

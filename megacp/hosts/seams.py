@@ -134,7 +134,7 @@ class Seams:
     # -- putting in and taking out
 
     def install(self) -> None:
-        """Hook what is imported already, and the rest as it comes; a second call only looks again.
+        """Put hooks on what is imported already, and on the rest as it comes; a second call only looks again.
 
         Raises: SeamError if a required seam is sure to be missing; then nothing stays hooked.
         """
@@ -260,8 +260,7 @@ class Seams:
 
     # -- applying
 
-    def _after_import(self, module: ModuleType) -> None:
-        name = module.__spec__.name if module.__spec__ else module.__name__
+    def _after_import(self, name: str, module: ModuleType) -> None:
         self._look_again({name: module})
 
     def _look_again(self, fresh: Mapping[str, ModuleType] | None = None) -> None:

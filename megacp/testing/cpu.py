@@ -22,9 +22,11 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import logging
+import multiprocessing.spawn
 import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -99,7 +101,7 @@ def install() -> None:
         return
     _changes = changes = _Changes()
     try:
-        for part in (_environment, _torch_cuda, _devices, _type_names, _tensor_moves, _checkpoints, _groups, _hosts):
+        for part in (_environment, _torch_cuda, _devices, _type_names, _tensor_moves, _checkpoints, _groups, _spawned, _hosts):
             changes.lines.append(part(changes))
     except BaseException:
         uninstall()
@@ -259,6 +261,26 @@ def _groups(changes: _Changes) -> str:
     return "process groups: gloo where nccl is asked for"
 
 
+def _spawned(changes: _Changes) -> str:
+    """Install the runtime in spawned processes too: they import the host's script again before they do their work."""
+    original = multiprocessing.spawn.get_command_line
+
+    @functools.wraps(original)
+    def get_command_line(**kwargs: Any) -> list[str]:
+        command = original(**kwargs)
+        if "-c" in command:
+            package = str(Path(__file__).resolve().parents[2])
+            program = command.index("-c") + 1
+            command[program] = (
+                f"import sys; sys.path.append({package!r}); from {__name__} import install; install(); "
+                f"{command[program]}"
+            )
+        return command
+
+    changes.attribute(multiprocessing.spawn, "get_command_line", get_command_line)
+    return "processes: spawned ones have this runtime too"
+
+
 # The hosts. Names only: nothing of a host is imported here.
 
 
@@ -267,40 +289,69 @@ def _without_fused_kernels(changes: _Changes, module: ModuleType) -> None:
     changes.attribute(module, "load", lambda *_, **__: None)
 
 
-# Settings that choose a CUDA kernel of a norm, and nothing of what it computes.
-_NORM_KERNELS = ("sequence_parallel", "persist_layer_norm", "memory_efficient_layer_norm")
+def _sequence_parallel_norm(changes: _Changes, module: ModuleType) -> None:
+    """Build torch's norm where Megatron refuses to, with the mark on its parameters that Megatron's own norms set.
 
-
-def _any_torch_norm(changes: _Changes, module: ModuleType) -> None:
-    """Build torch's norm where Megatron refuses to for want of a CUDA kernel, or of the sequence-parallel mark.
-
-    Megatron's own norms mark their parameters, and it then sums their gradients over the tensor-parallel group.
+    With that mark Megatron sums their gradients over the tensor-parallel group.
     """
     norm = module.WrappedTorchNorm
     original = norm.__new__
 
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = {name: getattr(config, name) for name in _NORM_KERNELS if hasattr(config, name)}
-        for name in asked:
-            setattr(config, name, False)
+        is_parallel = config.sequence_parallel
+        config.sequence_parallel = False
         try:
             built = original(cls, config, *args, **kwargs)
         finally:
-            for name, value in asked.items():
-                setattr(config, name, value)
+            config.sequence_parallel = is_parallel
         for parameter in built.parameters():
-            parameter.sequence_parallel = asked.get("sequence_parallel", False)
+            parameter.sequence_parallel = is_parallel
         return built
 
     changes.attribute(norm, "__new__", staticmethod(new))
+
+
+# Arguments that choose a CUDA kernel, and the value with which Megatron computes the same thing without one.
+_ARGUMENTS_ON_CPU = {
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
+    "no_persist_layer_norm": True,
+    "memory_efficient_layer_norm": False,
+}
+
+
+def _arguments(changes: _Changes, module: ModuleType) -> None:
+    """Have the host's arguments choose no CUDA kernel, whatever the command line says, and say so on rank 0."""
+    original = module.validate_args
+
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if _changes is changes:
+            asked = {name: getattr(args, name, value) for name, value in _ARGUMENTS_ON_CPU.items()}
+            line = ", ".join(f"{name}={_ARGUMENTS_ON_CPU[name]} (was {value})" for name, value in asked.items()
+                             if value != _ARGUMENTS_ON_CPU[name])  # fmt: skip
+            if line:
+                vars(args).update({name: _ARGUMENTS_ON_CPU[name] for name in asked if hasattr(args, name)})
+                changes.lines.append(f"arguments: {line}")
+                if os.environ.get("RANK", "0") == "0":
+                    print(f"megacp: no CUDA kernel runs on a CPU, so {line}", file=sys.stderr, flush=True)
+        return original(args, *rest, **kwargs)
+
+    for holder in (module, *list(sys.modules.values())):  # those that imported it by value before a late install
+        if getattr(holder, "__dict__", {}).get("validate_args") is original:
+            changes.attribute(holder, "validate_args", validate_args)
 
 
 _HOST_MODULES: dict[str, tuple[Callable[[_Changes, ModuleType], None], str]] = {
     "megatron.legacy.fused_kernels": (_without_fused_kernels, "load() builds nothing"),
     "megatron.fused_kernels": (_without_fused_kernels, "load() builds nothing"),
     "megatron.core.transformer.torch_norm": (
-        _any_torch_norm, "torch norms stand for the persistent one, and work with sequence parallelism",
+        _sequence_parallel_norm, "torch norms work with sequence parallelism",
     ),
+    "megatron.training.arguments": (_arguments, "arguments choose no CUDA kernel"),
+    "megatron.arguments": (_arguments, "arguments choose no CUDA kernel"),
 }  # fmt: skip
 
 

@@ -166,6 +166,8 @@ def padding_is_silent(cell: Cell, parts: list[dict[str, torch.Tensor]]) -> bool:
         pad = layout.positions(rank) < 0
         if any(bool((part[name][:, pad] != 0).any()) for name in ("out", "dq", "dk", "dv")):
             return False
+        if not cell.options and bool((part["lse"][:, :, pad] != -math.inf).any()):
+            return False
     return True
 
 

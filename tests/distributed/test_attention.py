@@ -163,3 +163,49 @@ def test_rows_of_a_batch_may_have_documents_of_their_own(method, layout_name):
     layout = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}[layout_name](16, 2)
     for i, name in enumerate(("out", "dq", "dk", "dv")):
         assert oracle.rel(layout.unshard([r[i] for r in results]), getattr(true, name)) <= 1e-10, name
+
+
+def _with_options(cells):
+    """Run cells that have sinks or a softcap; gives also each rank's share of the sinks' gradient."""
+    results = []
+    for cell in cells:
+        layout, x, options = our_layout(cell, dist.get_world_size()), inputs(cell), dict(cell.options)
+        if "sinks" in options:
+            options["sinks"] = options["sinks"].clone().to(cell.dtype).requires_grad_()
+        local = {name: layout.shard(t, dist.get_rank(), fill=cell.fill) for name, t in x.items()}
+        q, k, v = (local[name].requires_grad_() for name in "qkv")
+        what = {"mask": our_mask(cell), "layout": layout, "method": cell.method, "kernel": cell.kernel, **options}
+        out, lse = megacp.attention(q, k, v, return_lse=True, **what)
+        out.backward(local["d_out"])
+        d_sinks = options["sinks"].grad if "sinks" in options else torch.zeros(())
+        results.append({"out": out.detach(), "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad, "d_sinks": d_sinks})
+    return results
+
+
+def _check_options(cells, cp_size):
+    results = ranks.run(_with_options, cp_size, cells)
+    check(cells, cp_size, results=results)
+    for i, cell in enumerate(cells):
+        if "sinks" in dict(cell.options):
+            summed = sum(result[i]["d_sinks"] for result in results)
+            assert oracle.rel(summed, truth(cell).dsinks) <= (1e-10 if cell.dtype == torch.float64 else 1e-5), cell
+
+
+SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_sinks_and_softcap_are_exact_with_their_gradients(cp_size):
+    options = [(("sinks", SINKS),), (("softcap", 1.5),), (("sinks", SINKS), ("softcap", 1.5))]
+    masks = [("causal", 21), ("full", 16), ("documents", (7, 10, 13)), ("causal", 24, 5)]
+    _check_options(vary(Cell(), options=options, mask=masks, method=METHODS), cp_size)
+    packed = Cell(layout="per_document", mask=("documents", (7, 10, 13)), fill=1e3)
+    _check_options(vary(packed, options=options, method=METHODS), cp_size)
+    _check_options(vary(Cell(dtype=torch.float32, kernel="sdpa"), options=options[:1], method=METHODS), cp_size)
+    _check_options(vary(Cell(dtype=torch.float32, kernel="auto"), options=options, method=METHODS), cp_size)
+
+
+def test_a_softcap_that_the_kernel_does_not_know_is_refused_by_name():
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(megacp.UnsupportedError, match=r"sdpa.*softcap"):
+        megacp.attention(q, q, q, mask=Mask.causal(4), kernel="sdpa", softcap=2.0)

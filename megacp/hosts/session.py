@@ -1,0 +1,111 @@
+"""What one hooked run knows: its settings, its groups, and what is in force. One object, made by :func:`megacp.install`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from megacp import kernels, methods
+from megacp.config import Config
+from megacp.groups import Group, as_group
+from megacp.hosts.documents import Mailbox
+from megacp.hosts.splits import Split
+from megacp.layout import Layout
+
+__all__ = ["Session"]
+
+
+@dataclass
+class Session:
+    """The state of a hooked run.
+
+    Attributes:
+        config: the user's settings. eod: the token that ends a document, once known. method: of the model's attention.
+        mailboxes: for each model-chunk family (by pipeline group) the document starts on their way.
+        facts: lines for the report, in the order in which they became known.
+    """
+
+    config: Config
+    eod: int | None = None
+    method: str = "ring"
+    pipeline: Group | None = None
+    mailbox: Mailbox | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    is_announced: bool = False
+
+    def __post_init__(self) -> None:
+        if self.eod is None:
+            self.eod = self.config.eod_token
+
+    def configure(self, values: dict[str, Any]) -> None:
+        """Take other settings, by field name. Raises: ConfigError for a value that is not legal."""
+        self.config = replace(self.config, **values)
+        if self.config.eod_token is not None:
+            self.eod = self.config.eod_token
+
+    @property
+    def has_documents(self) -> bool:
+        """Say whether documents are kept apart."""
+        return self.config.documents != "off"
+
+    @property
+    def layout_name(self) -> str:
+        """Name the layout in force."""
+        return "zigzag" if self.config.layout == "auto" else self.config.layout
+
+    def layout(self, seq_len: int, cp_size: int) -> Layout:
+        """Make the layout of a sequence of ``seq_len`` tokens.
+
+        Raises: ConfigError if it cannot be split without padding.
+        """
+        make = Layout.contiguous if self.layout_name == "contiguous" else Layout.zigzag
+        return make(seq_len, cp_size, pad=False)
+
+    def is_in_force(self, cp_size: int) -> bool:
+        """Say whether attention is ours: with more than one rank, or with documents to keep apart."""
+        return cp_size > 1 or self.has_documents
+
+    def connect_pipeline(self, handle: Any, chunks: int) -> None:
+        """Give each pipeline a gloo group of its own for document starts. Collective over the world."""
+        self.pipeline = self.mailbox = None
+        if not self.has_documents or dist.get_world_size(handle) == 1:
+            self.mailbox = Mailbox(None, chunks)
+            return
+        mine = tuple(dist.get_process_group_ranks(handle))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        for ranks in sorted(set(everyone)):
+            group = dist.new_group(list(ranks), backend="gloo")
+            if ranks == mine:
+                self.pipeline = as_group(group)
+        self.mailbox = Mailbox(self.pipeline, chunks)
+
+    def announce(self, split: Split, table: str, kernel: str) -> None:
+        """Print once, on rank 0, what was hooked and what is in force, and why."""
+        if self.is_announced:
+            return
+        self.is_announced = True
+        layout = split.layout
+        why = "asked for" if self.config.layout != "auto" else "auto: equal causal work on every rank"
+        self.facts.update(
+            {
+                "context parallel": f"{split.group.size} ranks share each sequence of {layout.seq_len} tokens",
+                "layout": f"{layout.name} ({why}), {layout.local_len} tokens a rank",
+                "mask": split.mask.kind + (f", from {self.config.documents}" if self.has_documents else ""),
+                "method": f"{methods.resolve(self.method).name} (the host's --cp-comm-type)",
+                "kernel": f"{kernel} ({'auto: first that is exact here' if self.config.kernel == 'auto' else 'asked for'}; "
+                f"known: {', '.join(kernels.names())})",
+                "loss": "whole at the model's exit, so every mask gives the gradients of one rank",
+            }
+        )
+        if self.config.report != "off" and (not dist.is_initialized() or dist.get_rank() == 0):
+            print(self.text(table), file=sys.stderr, flush=True)
+
+    def text(self, table: str) -> str:
+        """Write the report: the table of seams, then what is in force."""
+        wide = max((len(name) for name in self.facts), default=0)
+        facts = [f"  {name:{wide}s}  {value}" for name, value in self.facts.items()]
+        return "\n".join(["megacp is hooked in:", *("  " + line for line in table.splitlines()), *(["in force:"] if facts else []), *facts])

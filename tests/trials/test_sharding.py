@@ -1,0 +1,146 @@
+"""Trials about who gets which token. Each is named after the public report it retells."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megacp
+from megacp import Layout
+from megacp.testing import ranks
+from tests import oracle
+from tests.distributed.cells import Cell, check, vary
+
+METHODS = ["ring", "all_gather"]
+
+
+# -- D13: gathers of replicated work (slime#1748, VeOmni#1120) -----------------------------------------------------------
+
+
+def _replicated_layers(variant):
+    """Three layers y = w * (x + its mean over the row), each on gathered tokens; the gradient of x and of the weights."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    layout = Layout.zigzag(12, size)
+    x, weights, d_out = _layer_data()
+    x, leaves = x.requires_grad_(), [w.requires_grad_() for w in weights]
+    local = layout.shard(x, rank)
+    full = megacp.gather(local, layout)
+    for w in leaves:
+        full = torch.tanh(w * (full + full.mean(1, keepdim=True)))
+    if variant == "same loss on all ranks":  # each rank holds the whole loss: its weights' gradients are whole too
+        (full * d_out).sum().backward()
+        share = 1.0 / size
+    else:  # each rank's loss is its own slice: what it did to others' tokens must be summed, which gather does not
+        share = 1.0
+        return None
+    for w in leaves:
+        w.grad *= share
+        dist.all_reduce(w.grad)
+    dist.all_reduce(x.grad)
+    return x.grad, [w.grad for w in leaves]
+
+
+def _layer_data():
+    make = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 12, 3, generator=make, dtype=torch.float64)
+    weights = [torch.randn(3, generator=make, dtype=torch.float64) for _ in range(3)]
+    return x, weights, torch.randn(2, 12, 3, generator=make, dtype=torch.float64)
+
+
+def test_d13_a_gather_before_the_same_work_on_all_ranks_does_not_inflate_gradients():
+    x, weights, d_out = _layer_data()
+    leaves = [x.requires_grad_(), *(w.requires_grad_() for w in weights)]
+    full = x
+    for w in weights:
+        full = torch.tanh(w * (full + full.mean(1, keepdim=True)))
+    dx, *dw = torch.autograd.grad((full * d_out).sum(), leaves)
+    for got_x, got_w in ranks.run(_replicated_layers, 2, "same loss on all ranks"):
+        assert oracle.rel(got_x, dx) <= 1e-10
+        assert max(oracle.rel(a, b) for a, b in zip(got_w, dw, strict=True)) <= 1e-10
+
+
+# -- D37: the balanced split without causal masking (pytorch#141429, #152261) --------------------------------------------
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("method", METHODS)
+def test_d37_full_attention_is_exact_on_either_split(method, layout, cp_size):
+    check(vary(Cell(mask=("full", 32), method=method, layout=layout), heads=[(4, 4), (8, 2)]), cp_size)
+
+
+# -- D56: a sequence shorter than 2 * cp (pytorch#159706, #183968) -------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [8, 4, 1, 3, 9])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("method", METHODS)
+def test_d56_short_sequences_are_right_by_padding(method, layout, length):
+    check(vary(Cell(method=method, layout=layout), mask=[("causal", length), ("full", length)]), 4)
+
+
+def test_d56_without_padding_they_are_refused_naming_the_rule():
+    with pytest.raises(megacp.ConfigError, match=r"4 .*zigzag.*4.*2 \* cp_size = 8.*Pad to 8"):
+        Layout.zigzag(4, 4, pad=False)
+    assert Layout.zigzag(8, 4, pad=False).positions(1).tolist() == [1, 6]
+
+
+# -- D58: metadata split as if it were tokens (Megatron-Bridge#1964, #1292, #4519) ---------------------------------------
+
+
+def _batch():
+    return {
+        "tokens": torch.arange(16)[None],
+        "labels": torch.arange(1, 17)[None],
+        "loss_mask": torch.ones(1, 16),
+        "position_ids": torch.arange(16)[None],
+        "cu_seqlens": torch.tensor([0, 3, 7, 12, 16], dtype=torch.int32),
+        "trap": torch.arange(16),
+        "max_seqlen": torch.tensor(5),
+        "attention_mask": torch.ones(1, dtype=torch.bool),
+        "nothing": None,
+        "source": "a file",
+        "sizes": [1, 2],
+    }
+
+
+def _sharded():
+    return megacp.shard(_batch(), Layout.zigzag(16, dist.get_world_size()))
+
+
+def test_d58_only_declared_fields_are_split_and_metadata_is_the_same_everywhere():
+    whole, parts = _batch(), ranks.run(_sharded, 2)
+    for rank, part in enumerate(parts):
+        assert list(part) == list(whole)
+        assert part["tokens"][0].tolist() == Layout.zigzag(16, 2).positions(rank).tolist()
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            assert part[name].shape == (1, 8) and part[name].dtype == whole[name].dtype
+        for name in ("cu_seqlens", "trap", "max_seqlen", "attention_mask"):
+            assert torch.equal(part[name], whole[name]) and part[name].dtype == whole[name].dtype
+        assert part["nothing"] is None and part["source"] == "a file" and part["sizes"] == [1, 2]
+
+
+def test_d58_offsets_that_happen_to_have_the_sequence_s_length_are_left_alone():
+    batch = {"tokens": torch.arange(16)[None], "cu_seqlens": torch.arange(16, dtype=torch.int32), "labels": None}
+    part = megacp.shard(batch, Layout.zigzag(16, 2), rank=1)
+    assert part["cu_seqlens"] is batch["cu_seqlens"] and part["labels"] is None
+
+
+def test_d58_a_field_can_be_declared_and_a_declared_field_of_another_length_is_refused_by_name():
+    layout = Layout.zigzag(16, 2)
+    part = megacp.shard({"trap": torch.arange(16)}, layout, rank=1, fields={"trap": 0})
+    assert part["trap"].tolist() == list(range(4, 12))
+    for batch in ({"tokens": torch.zeros(1, 8)}, {"tokens": [1, 2, 3]}, {"loss_mask": torch.ones(16)}):
+        with pytest.raises(megacp.ConfigError, match=next(iter(batch))):
+            megacp.shard(batch, layout, rank=0)
+
+
+def test_d21_a_batch_that_was_split_already_is_not_split_again():
+    layout = Layout.zigzag(16, 2)
+    once = megacp.shard({"tokens": torch.arange(16)[None]}, layout, rank=0)
+    with pytest.raises(megacp.ConfigError, match=r"tokens.*\(1, 8\).*16"):
+        megacp.shard(once, layout, rank=0)
+    q = torch.zeros(1, 16, 2, 8)
+    with pytest.raises(megacp.ConfigError, match="whole sequence"):
+        megacp.Layout.zigzag(16, 2).unshard([q[:, :7], q[:, :7]])
