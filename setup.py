@@ -40,14 +40,14 @@ setup(
         "flash": ["flash-attn"],
         "test": [
             "hypothesis>=6.100",
-            "import-linter>=2.4",
+            "import-linter>=2.17",
             "matplotlib>=3.8",
-            "mypy>=1.15",
+            "mypy>=2.0",
             "pybind11>=2.12",
             "pytest>=8.0",
             "pytest-xdist>=3.5",
             "rich>=13.0",
-            "ruff>=0.11",
+            "ruff~=0.17.6",
         ],
     },
     # Other packages add rows to the table of seams by declaring an entry point of the group "megacp.seams" in

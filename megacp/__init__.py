@@ -18,7 +18,7 @@ from megacp._version import __version__
 
 if TYPE_CHECKING:
     from megacp.attend import attention as attention
-    from megacp.plans import plan as plan
+    from megacp.attend import plan as plan
     from megacp.errors import CommTimeout as CommTimeout
     from megacp.errors import ConfigError as ConfigError
     from megacp.errors import SeamError as SeamError
@@ -36,7 +36,7 @@ _HOME = {
     "Layout": "megacp.layout",
     "Mask": "megacp.mask",
     "attention": "megacp.attend",
-    "plan": "megacp.plans",
+    "plan": "megacp.attend",
     "shard": "megacp.sharding",
     "gather": "megacp.sharding",
     "masked_mean": "megacp.loss",

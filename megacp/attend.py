@@ -79,11 +79,13 @@ def attention(
             "so training would not be the same as without it. Set the attention dropout to 0."
         )
     if sinks is not None and sinks.shape != (q4.shape[2],):
-        raise ShapeError(f"megacp: sinks of shape {tuple(sinks.shape)} do not fit {q4.shape[2]} query heads. Pass one a head.")
+        raise ShapeError(
+            f"megacp: sinks of shape {tuple(sinks.shape)} do not fit {q4.shape[2]} query heads. Pass one a head."
+        )
     options = Options(1.0 / math.sqrt(q4.shape[-1]) if scale is None else float(scale), softcap)
     what = plan(layout, mask, method)
     call = Call(what, members, _chosen(kernel, q4, v4, k4, options), options)
-    out, lse = _Attention.apply(q4, k4, v4, sinks, call)
+    out, lse = _Attention.apply(q4, k4, v4, sinks, call)  # type: ignore[no-untyped-call]
     out = out if format == "bshd" else out.transpose(0, 1) if format == "sbhd" else out[0]
     return (out, lse) if return_lse else out
 
@@ -104,7 +106,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, *rest = ctx.saved_tensors
         method = methods.resolve(ctx.call.plan.method)
@@ -113,7 +115,9 @@ class _Attention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None
 
 
-def _sink_gradient(d_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def _sink_gradient(
+    d_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
     """Return this rank's share of the gradient of the sinks, [H]: minus the sink's probability times dO·O, over its queries.
 
     As for every parameter, the shares of all ranks are summed with the other gradients of the model.
@@ -128,7 +132,9 @@ def _to_bshd(x: torch.Tensor, format: str, name: str) -> torch.Tensor:
     if format not in _FORMATS:
         raise ConfigError(f"megacp: format {format!r} is not known. Use one of: {', '.join(_FORMATS)}.")
     if x.dim() != _FORMATS[format]:
-        raise ShapeError(f"megacp: {name} of shape {tuple(x.shape)} is not in format '{format}', which has {_FORMATS[format]} dims.")
+        raise ShapeError(
+            f"megacp: {name} of shape {tuple(x.shape)} is not in format '{format}', which has {_FORMATS[format]} dims."
+        )
     return x if format == "bshd" else x.transpose(0, 1) if format == "sbhd" else x[None]
 
 
@@ -140,7 +146,9 @@ def _checked_layout(layout: Layout | None, mask: Mask, group: Group) -> Layout:
         )
     if layout is None:
         if group.size > 1:
-            raise ConfigError(f"megacp: attention over {group.size} ranks needs the layout by which the sequence was sharded.")
+            raise ConfigError(
+                f"megacp: attention over {group.size} ranks needs the layout by which the sequence was sharded."
+            )
         layout = Layout.contiguous(mask.seq_len, 1)
     if layout.cp_size != group.size:
         raise ConfigError(
@@ -154,24 +162,36 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask
     """Refuse shapes that cannot be right, naming them. All values are the same on every rank."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} as [B, S, heads, size]"
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ShapeError(f"megacp: q, k and v differ: {q.dtype} {k.dtype} {v.dtype} on {q.device} {k.device} {v.device}.")
+        raise ShapeError(
+            f"megacp: q, k and v differ: {q.dtype} {k.dtype} {v.dtype} on {q.device} {k.device} {v.device}."
+        )
     if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise ShapeError(f"megacp: attention in {q.dtype} is not offered. Use float64, float32, bfloat16 or float16.")
+        raise ShapeError(
+            f"megacp: attention in {q.dtype} is not offered. Use float64, float32, bfloat16 or float16."
+        )
     if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ShapeError(
             f"megacp: {shapes} do not fit together. Queries and keys must be of the same tokens and head size, keys and values of the "
             "same heads. Decoding against a cache of keys is not attention over a split sequence: run it at context-parallel size 1."
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ShapeError(f"megacp: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads ({shapes}).")
+        raise ShapeError(
+            f"megacp: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads ({shapes})."
+        )
     if q.shape[1] != layout.local_len:
-        whole = " It is the whole sequence: shard it first." if q.shape[1] == layout.seq_len and layout.cp_size > 1 else ""
+        whole = (
+            " It is the whole sequence: shard it first."
+            if q.shape[1] == layout.seq_len and layout.cp_size > 1
+            else ""
+        )
         raise ShapeError(
             f"megacp: {shapes}: the local sequence has {q.shape[1]} slots, layout '{layout.name}' over {layout.cp_size} ranks "
             f"gives each rank {layout.local_len} of {layout.seq_len} tokens.{whole}"
         )
     if mask.rows is not None and mask.rows != q.shape[0]:
-        raise ShapeError(f"megacp: the mask has {mask.rows} different rows, the batch {q.shape[0]} ({shapes}).")
+        raise ShapeError(
+            f"megacp: the mask has {mask.rows} different rows, the batch {q.shape[0]} ({shapes})."
+        )
 
 
 def _chosen(name: str, q: torch.Tensor, v: torch.Tensor, k: torch.Tensor, options: Options) -> Kernel:

@@ -126,8 +126,11 @@ def _one_of(field: str, value: object, legal: Sequence[str]) -> None:
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    prefix = "--megacp-"
+    near = difflib.get_close_matches(
+        name.removeprefix(prefix), [flag.removeprefix(prefix) for flag in known], n=1
+    )
+    hint = f" Did you mean {prefix}{near[0]}?" if near else ""
     if name in ("--megacp-method", "--megacp-cp-comm-type"):
         hint = " The method is chosen by the host's own --cp-comm-type."
     return f"there is no flag {name}.{hint} megacp's flags are: {', '.join(known)}."

@@ -59,4 +59,6 @@ def as_group(group: Any = None) -> Group:
             f"megacp: rank {dist.get_rank()} of the world is not a member of the context-parallel group it was given. "
             "Pass each rank the group it belongs to."
         )
-    return Group(group, dist.get_rank(group), dist.get_world_size(group), tuple(dist.get_process_group_ranks(group)))
+    return Group(
+        group, dist.get_rank(group), dist.get_world_size(group), tuple(dist.get_process_group_ranks(group))
+    )

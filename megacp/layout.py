@@ -208,7 +208,9 @@ def _from_chunks(name: str, seq_len: int, cp_size: int, ranks: list[np.ndarray],
         stop = np.minimum(start + slots, limit)
         kept = np.stack([start, stop, slot], 1)[stop > start]
         if len(kept) > 1:  # join what is adjacent in both orders
-            joined = (kept[1:, 0] == kept[:-1, 1]) & (kept[1:, 2] == kept[:-1, 2] + kept[:-1, 1] - kept[:-1, 0])
+            joined = (kept[1:, 0] == kept[:-1, 1]) & (
+                kept[1:, 2] == kept[:-1, 2] + kept[:-1, 1] - kept[:-1, 0]
+            )
             heads = np.flatnonzero(np.r_[True, ~joined])
             tails = np.r_[heads[1:] - 1, len(kept) - 1]
             kept = np.stack([kept[heads, 0], kept[tails, 1], kept[heads, 2]], 1)

@@ -35,9 +35,12 @@ def masked_mean(
             f"megacp: a loss of shape {tuple(loss_per_token.shape)} and weights of shape {tuple(weights.shape)} differ."
         )
     members = as_group(group)
-    kept = torch.where(weights != 0, loss_per_token * weights.to(loss_per_token.dtype), torch.zeros_like(loss_per_token))
-    local = torch.stack([kept.sum(), weights.sum().to(kept.dtype)])
-    return _MeanOverRanks.apply(local, members, members.size if reduction == "mean" else 1)
+    wide = torch.promote_types(loss_per_token.dtype, torch.float32)  # 16 bit cannot count to 257
+    kept = torch.where(weights != 0, loss_per_token.to(wide) * weights.to(wide), 0)
+    local = torch.stack([kept.sum(), weights.sum(dtype=wide)])
+    factor = members.size if reduction == "mean" else 1
+    mean: torch.Tensor = _MeanOverRanks.apply(local, members, factor)  # type: ignore[no-untyped-call]
+    return mean.to(loss_per_token.dtype)
 
 
 class _MeanOverRanks(torch.autograd.Function):

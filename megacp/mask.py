@@ -10,6 +10,7 @@ Shapes: ``G`` global sequence length, ``B`` rows of a micro-batch.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +138,14 @@ class Mask:
     def visible(self, i: int, j: int, row: int = 0) -> bool:
         """Say whether query ``i`` may see key ``j`` (global positions) in a row of the micro-batch."""
         s = self._of_row(row)
-        hit = (s[:, 1] <= i) & (i < s[:, 2]) & (s[:, 3] <= j) & (j < s[:, 4]) & (s[:, 5] <= j - i) & (j - i <= s[:, 6])
+        hit = (
+            (s[:, 1] <= i)
+            & (i < s[:, 2])
+            & (s[:, 3] <= j)
+            & (j < s[:, 4])
+            & (s[:, 5] <= j - i)
+            & (j - i <= s[:, 6])
+        )
         return bool(hit.any())
 
     def dense(self) -> torch.Tensor:
@@ -193,7 +201,8 @@ class Mask:
         return self.offsets
 
     def _of_row(self, row: int) -> np.ndarray:
-        return self.slices[(self.slices[:, 0] == ALL_ROWS) | (self.slices[:, 0] == row)]
+        kept: np.ndarray = self.slices[(self.slices[:, 0] == ALL_ROWS) | (self.slices[:, 0] == row)]
+        return kept
 
 
 def trim(slices: np.ndarray) -> np.ndarray:
@@ -207,8 +216,8 @@ def trim(slices: np.ndarray) -> np.ndarray:
     k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
     hi = np.where(hi >= k1 - 1 - q0, UNBOUNDED, hi)
     lo = np.where(lo <= k0 - q1 + 1, -UNBOUNDED, lo)
-    out = np.stack([row, q0, q1, k0, k1, lo, hi], 1)
-    return out[(q1 > q0) & (k1 > k0)]
+    out: np.ndarray = np.stack([row, q0, q1, k0, k1, lo, hi], 1)[(q1 > q0) & (k1 > k0)]
+    return out
 
 
 def pairs(slices: np.ndarray) -> np.ndarray:
@@ -219,19 +228,26 @@ def pairs(slices: np.ndarray) -> np.ndarray:
 
     def ramp(x: np.ndarray) -> np.ndarray:
         x = np.maximum(x, 0)
-        return x * (x + 1) // 2
+        sums: np.ndarray = x * (x + 1) // 2
+        return sums
 
     def up_to(diagonal: np.ndarray) -> np.ndarray:
-        return ramp(q1 + diagonal - k0) - ramp(q0 + diagonal - k0) - ramp(q1 + diagonal - k1) + ramp(q0 + diagonal - k1)
+        count: np.ndarray = (
+            ramp(q1 + diagonal - k0)
+            - ramp(q0 + diagonal - k0)
+            - ramp(q1 + diagonal - k1)
+            + ramp(q0 + diagonal - k1)
+        )
+        return count
 
-    count = up_to(hi) - up_to(lo - 1)
-    return np.where((q1 > q0) & (k1 > k0) & (hi >= lo), count, 0)
+    counts: np.ndarray = np.where((q1 > q0) & (k1 > k0) & (hi >= lo), up_to(hi) - up_to(lo - 1), 0)
+    return counts
 
 
 def _make(
     kind: str,
     seq_len: int,
-    rows: list[tuple[int, ...]] | np.ndarray,
+    rows: Sequence[tuple[int, ...]] | np.ndarray,
     batch: int | None = None,
     offsets: tuple[np.ndarray, ...] | None = None,
 ) -> Mask:
@@ -239,7 +255,7 @@ def _make(
     slices = slices[np.lexsort((slices[:, 3], slices[:, 1], slices[:, 0]))]
     slices.setflags(write=False)
     # Offsets tell apart masks of the same pairs with other documents (two documents that a window of 1 keeps apart anyway).
-    parts = [np.int64([seq_len, batch or 0]), slices, *(offsets or ())]
+    parts = [np.array([seq_len, batch or 0], np.int64), slices, *(offsets or ())]
     key = hashlib.blake2b(b"".join(p.tobytes() for p in parts), digest_size=16).digest()
     return Mask(kind, seq_len, slices, batch, offsets, key)
 
@@ -258,10 +274,16 @@ def _documents(rows: list[np.ndarray], causal: bool, window: Window) -> Mask:
     for index, offsets in enumerate(rows):
         start, stop = offsets[:-1], offsets[1:]
         full = np.full_like(start, index if len(rows) > 1 else ALL_ROWS)
-        table.append(np.stack([full, start, stop, start, stop, np.full_like(start, lo), np.full_like(start, hi)], 1))
+        table.append(
+            np.stack([full, start, stop, start, stop, np.full_like(start, lo), np.full_like(start, hi)], 1)
+        )
     count = "/".join(str(int((np.diff(o) > 0).sum())) for o in rows[:4]) + ("/..." if len(rows) > 4 else "")
     words = "causal" if causal else "full"
-    kind = f"documents ({count}, {words})" if window is None else f"documents ({count}, {words}, window {window})"
+    kind = (
+        f"documents ({count}, {words})"
+        if window is None
+        else f"documents ({count}, {words}, window {window})"
+    )
     batch = len(rows) if len(rows) > 1 else None
     return _make(kind, lengths.pop(), np.concatenate(table), batch, tuple(rows))
 
@@ -295,5 +317,7 @@ def _is_nested(value: Any) -> bool:
 def _table(name: str, value: torch.Tensor) -> np.ndarray:
     table = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     if table.ndim not in (1, 2) or table.shape[-1] == 0 or table.dtype.kind not in "iu":
-        raise ConfigError(f"megacp: {name} must be integers of shape [G] or [B, G], not {table.dtype} {table.shape}.")
+        raise ConfigError(
+            f"megacp: {name} must be integers of shape [G] or [B, G], not {table.dtype} {table.shape}."
+        )
     return table.reshape(-1, table.shape[-1])

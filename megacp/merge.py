@@ -38,7 +38,9 @@ def merge(a: Partial, b: Partial) -> Partial:
     Source: Milakov and Gimelshein 2018, eq. 3, in the form with the larger lse taken out.
     """
     if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape or a[2:] != b[2:]:
-        raise ShapeError(f"megacp: cannot merge results of shapes {tuple(a.out.shape)} and {tuple(b.out.shape)}.")
+        raise ShapeError(
+            f"megacp: cannot merge results of shapes {tuple(a.out.shape)} and {tuple(b.out.shape)}."
+        )
     weight_a, weight_b, lse = _weights(a.lse, b.lse)
     out = a.out * weight_a + b.out * weight_b
     return Partial(out, lse, *a[2:])

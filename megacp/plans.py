@@ -123,7 +123,15 @@ class Plan:
         """Count the (query, key) pairs that a rank computes for one row (over all rows, if the mask's rows differ)."""
         return int(self.work[rank].sum())
 
-    def flops(self, rank: int, *, heads: int = 1, head_dim: int = 1, value_dim: int | None = None, backward: bool = False) -> int:
+    def flops(
+        self,
+        rank: int,
+        *,
+        heads: int = 1,
+        head_dim: int = 1,
+        value_dim: int | None = None,
+        backward: bool = False,
+    ) -> int:
         """Count the floating-point operations of a rank's two matrix products, 2 for each multiply and add.
 
         The backward pass has 2.5 times as many (five products for two).
@@ -154,11 +162,11 @@ class Plan:
     def work(self) -> np.ndarray:
         """Pairs between the queries of each rank and the keys of each owner, int64 [cp_size, cp_size]."""
         cp = self.layout.cp_size
-        out = np.zeros(cp * cp, np.int64)
+        flat = np.zeros(cp * cp, np.int64)
         for rank in range(cp):
             for cut, _, owner in _cut_keys(queries_of(self.layout, self.mask, rank), self.layout):
-                np.add.at(out, rank * cp + owner, pairs(cut))
-        out = out.reshape(cp, cp)
+                np.add.at(flat, rank * cp + owner, pairs(cut))
+        out = flat.reshape(cp, cp)
         out.setflags(write=False)
         return out
 
@@ -263,7 +271,9 @@ def _placement(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
     return start, stop, slot, owner
 
 
-def _overlaps(starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _overlaps(
+    starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Pair each range [start, stop) with each disjoint range [low, high) that it overlaps; two index arrays."""
     order = np.argsort(lows, kind="stable")
     first = np.searchsorted(highs[order], starts, side="right")
@@ -276,12 +286,10 @@ def _overlaps(starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np
 
 def _moved(slices: np.ndarray, q_by: np.ndarray | int = 0, k_by: np.ndarray | int = 0) -> np.ndarray:
     """Count queries and keys from other origins; the diagonals move along."""
-    out = slices.copy()
+    out: np.ndarray = slices.copy()
     out[:, 1:3] += np.reshape(q_by, (-1, 1))
     out[:, 3:5] += np.reshape(k_by, (-1, 1))
     shift = np.asarray(k_by) - np.asarray(q_by)
     for column, open_at in ((5, -UNBOUNDED), (6, UNBOUNDED)):
         out[:, column] = np.where(slices[:, column] == open_at, open_at, slices[:, column] + shift)
     return out
-
-

@@ -60,11 +60,15 @@ def shard(
                 )
             out[name] = layout.shard(value, rank, dim, _PAD.get(name, 0))
         elif value is not None:
-            raise ShapeError(f"megacp: field '{name}' must be a tensor with one value a token, not a {type(value).__name__}.")
+            raise ShapeError(
+                f"megacp: field '{name}' must be a tensor with one value a token, not a {type(value).__name__}."
+            )
     return out
 
 
-def gather(x: torch.Tensor, layout: Layout, group: Any = None, dim: int = 1, grad_factor: float = 1.0) -> torch.Tensor:
+def gather(
+    x: torch.Tensor, layout: Layout, group: Any = None, dim: int = 1, grad_factor: float = 1.0
+) -> torch.Tensor:
     """Bring every rank's part of a per-token tensor into global order, on every rank; padding is gone.
 
     Shapes: S slots on ``dim`` -> G tokens on ``dim``.
@@ -81,14 +85,17 @@ def gather(x: torch.Tensor, layout: Layout, group: Any = None, dim: int = 1, gra
             f"megacp: cannot gather a tensor of shape {tuple(x.shape)} on dim {dim}: layout '{layout.name}' gives each rank "
             f"{layout.local_len} slots. Pass this rank's part, and the dim that holds its tokens."
         )
-    return _Gather.apply(x, layout, members, dim % x.dim(), grad_factor)
+    full: torch.Tensor = _Gather.apply(x, layout, members, dim % x.dim(), grad_factor)  # type: ignore[no-untyped-call]
+    return full
 
 
 class _Gather(torch.autograd.Function):
     """All-gather and un-shard; backward takes the rank's own tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: Layout, group: Group, dim: int, grad_factor: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, layout: Layout, group: Group, dim: int, grad_factor: float
+    ) -> torch.Tensor:
         ctx.layout, ctx.rank, ctx.dim, ctx.grad_factor = layout, group.rank, dim, grad_factor
         return layout.unshard(list(comm.all_gather(group, x, "the gathering of a result")), dim)
 

@@ -8,6 +8,7 @@ Legend: B batch, G global sequence, H query heads, K key/value heads, D head siz
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ def causal(length: int, window: int | None = None) -> Tensor:
 
 def documents(cu_seqlens: list[int], is_causal: bool = True, window: int | None = None) -> Tensor:
     mask = torch.zeros(cu_seqlens[-1], cu_seqlens[-1], dtype=torch.bool)
-    for start, stop in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for start, stop in itertools.pairwise(cu_seqlens):
         inside = causal(stop - start, window) if is_causal else full(stop - start)
         mask[start:stop, start:stop] = inside
     return mask

@@ -20,8 +20,11 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import checkpoint
 import torch
 import torch.distributed as dist
+from arguments import parse_args
+from data import Batch, batches, build_datasets, build_tokenizer, get_batch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -35,10 +38,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-
-import checkpoint
-from arguments import parse_args
-from data import Batch, batches, build_datasets, build_tokenizer, get_batch
 from progress import Reporter, peak_memory
 
 
@@ -119,10 +118,8 @@ def build_model(args: argparse.Namespace, config: TransformerConfig, vocab_size:
         ).cuda(torch.cuda.current_device())
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        if args.bf16 or args.fp16:
-            chunk = Float16Module(config, chunk)
-        else:
-            chunk = chunk.to(args.params_dtype)  # torch's norms start in float32 whatever params_dtype says
+        # .to() because torch's norms start in float32 whatever params_dtype says
+        chunk = Float16Module(config, chunk) if args.bf16 or args.fp16 else chunk.to(args.params_dtype)
         model.append(DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0))
     return model
 

@@ -21,7 +21,7 @@ _seams: Seams | None = None
 
 
 def install(config: Config | None = None) -> None:
-    """Hook megacp into the Megatron of this process, now or as soon as it is imported. Installing twice does nothing.
+    """Place the hooks into the Megatron of this process, now or as it is imported; a second time changes nothing.
 
     Args:
         config: the settings; defaults if None. No command line is read here, the host's parser learns our flags.
@@ -32,10 +32,13 @@ def install(config: Config | None = None) -> None:
         if config is not None and _session is not None:
             _session.configure(vars(config))
         return
-    _session = Session(config or Config())
+    _session = Session(config or Config(), _table)
     set_deadline(_session.config.timeout_s)
     _forget_rotary_tables()
-    _seams = Seams([*megatron.rows(_current, _table), *entry_point_rows()], roots={"megatron", "pretrain_gpt", "gpt_builders"})
+    _seams = Seams(
+        [*megatron.rows(_current), *entry_point_rows()],
+        roots={"megatron", "pretrain_gpt", "gpt_builders"},
+    )
     _seams.install()
 
 
@@ -53,7 +56,7 @@ def report() -> str:
     """Return what is hooked where, and what is in force; one line if megacp is not installed."""
     if _seams is None or _session is None:
         return "megacp is not installed in this process."
-    return _session.text(_seams.table())
+    return _session.text()
 
 
 def _current() -> Session:
@@ -70,6 +73,8 @@ def _forget_rotary_tables() -> None:
     """Empty the host's caches of rotary tables, which hold slices made by whoever was in charge."""
     name = "megatron.core.models.common.embeddings.rotary_pos_embedding"
     for value in list(vars(sys.modules.get(name, object)).values()) if name in sys.modules else []:
-        clear = getattr(getattr(value, "forward", None), "cache_clear", None) if isinstance(value, type) else None
+        clear = (
+            getattr(getattr(value, "forward", None), "cache_clear", None) if isinstance(value, type) else None
+        )
         if clear is not None:
             clear()

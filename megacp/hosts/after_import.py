@@ -60,6 +60,8 @@ class _Around(Loader):
         self._call = call
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # a copy that has no state yet
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

@@ -20,7 +20,9 @@ from megacp.mask import Mask
 __all__ = ["Mailbox", "document_mask", "starts_of"]
 
 
-def starts_of(how: str, tokens: torch.Tensor | None, position_ids: torch.Tensor | None, eod: int | None) -> torch.Tensor:
+def starts_of(
+    how: str, tokens: torch.Tensor | None, position_ids: torch.Tensor | None, eod: int | None
+) -> torch.Tensor:
     """Mark the first token of each document, uint8 [B, G] on the CPU.
 
     Args:
@@ -47,7 +49,9 @@ def starts_of(how: str, tokens: torch.Tensor | None, position_ids: torch.Tensor 
 def document_mask(starts: torch.Tensor) -> Mask:
     """Make the causal mask that keeps the marked documents apart."""
     length = torch.tensor([starts.shape[1]])
-    return Mask.documents([torch.cat([torch.nonzero(row).flatten(), length]).numpy() for row in starts.bool()])
+    return Mask.documents(
+        [torch.cat([torch.nonzero(row).flatten(), length]).numpy() for row in starts.bool()]
+    )
 
 
 class Mailbox:
@@ -74,7 +78,9 @@ class Mailbox:
             return
         self._kept.append(starts)
         sends = [(starts, stage) for stage in range(1, self._group.size)]
-        self._sent.append(comm.post(self._group, sends, [], "sending document starts to later pipeline stages"))
+        self._sent.append(
+            comm.post(self._group, sends, [], "sending document starts to later pipeline stages")
+        )
         while len(self._sent) > 64:
             self._sent.popleft().wait()
         self._take(0)
@@ -82,10 +88,14 @@ class Mailbox:
     def get(self, chunk: int, rows: int, seq_len: int) -> torch.Tensor:
         """Return the next micro-batch's document starts for a chunk, waiting for them if need be, uint8 [rows, seq_len]."""
         if self._group is None:
-            raise ShapeError("megacp: a model chunk without tokens asked for documents, but there is no pipeline.")
+            raise ShapeError(
+                "megacp: a model chunk without tokens asked for documents, but there is no pipeline."
+            )
         if self._taken[chunk] - self._first >= len(self._kept):
             starts = torch.empty(rows, seq_len, dtype=torch.uint8)
-            comm.post(self._group, [], [(starts, 0)], "receiving document starts from the first pipeline stage").wait()
+            comm.post(
+                self._group, [], [(starts, 0)], "receiving document starts from the first pipeline stage"
+            ).wait()
             self._kept.append(starts)
         return self._take(chunk)
 
@@ -101,5 +111,7 @@ class Mailbox:
 def _whole(name: str, x: Any) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.dim() != 2:
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise ShapeError(f"megacp: documents are read from {name}, which must be [batch, sequence], not {shape}.")
+        raise ShapeError(
+            f"megacp: documents are read from {name}, which must be [batch, sequence], not {shape}."
+        )
     return x.detach().cpu()

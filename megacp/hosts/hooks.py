@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from megacp.errors import MegacpError, SeamError
@@ -84,14 +84,16 @@ def find(target: str, module: ModuleType, needs: Sequence[str] = ()) -> Place | 
         inner = getattr(owner, part, None)
         if inner is None:
             return Finding(target, _no_such_name(where, owner, part))
-        if not inspect.isclass(inner):
-            return Finding(target, f"{part!r} is no class but {type(inner).__name__}", exists=True)
+        if not inspect.isclass(inner):  # None or a mock, where an optional library is not installed
+            return Finding(target, f"{part!r} is no class here but {type(inner).__name__}")
         owner = inner
         where = f"{where}.{part}"
     raw = vars(owner)[leaf] if leaf in vars(owner) else inspect.getattr_static(owner, leaf, None)
-    if raw is None:
+    if raw is None:  # not there, or a stand-in for an optional library
         return Finding(target, _no_such_name(where, owner, leaf))
     function = _function(raw)
+    if type(function).__module__ == "unittest.mock":
+        return Finding(target, f"{leaf!r} is no function here but {type(function).__name__}")
     if inspect.isclass(function):
         return Finding(target, "it is a class; name one of its methods", exists=True)
     if not callable(function):
@@ -201,8 +203,11 @@ def _renamed(function: Function, renames: Mapping[str, str]) -> Function:
 
 
 def hook_of(value: Any) -> Hook | None:
-    """Give the hook whose wrapper this is; functools.wraps copies our marks, so ask for identity."""
-    hook = value.__dict__.get("__megacp_hook__") if inspect.isfunction(value) else None
+    """Give the hook whose wrapper this is; functools.wraps copies our marks, so ask for identity.
+
+    Any object of any module is asked, so nothing is looked up in it: that could warn, or wake it up.
+    """
+    hook = value.__dict__.get("__megacp_hook__") if type(value) is FunctionType else None
     return hook if isinstance(hook, Hook) and hook.wrapper is value else None
 
 

@@ -31,7 +31,9 @@ def check_sizes(world: int, cp: Any, tp: int, pp: int) -> None:
         )
 
 
-def check_sequence_length(seq_len: int, cp: int, layout: str, tp: int = 1, sequence_parallel: bool = False) -> None:
+def check_sequence_length(
+    seq_len: int, cp: int, layout: str, tp: int = 1, sequence_parallel: bool = False
+) -> None:
     """Refuse a sequence that the ranks cannot hold in equal parts without padding, as the host's pipeline expects.
 
     Raises: ConfigError with the next legal length.
@@ -43,7 +45,11 @@ def check_sequence_length(seq_len: int, cp: int, layout: str, tp: int = 1, seque
         raise ConfigError(
             f"megacp: sequence length {seq_len} cannot be split by layout '{layout}' over context-parallel size {cp}. "
             f"It needs a multiple of {chunks} * {cp}{also} = {unit}. Use --seq-length {-(-seq_len // unit) * unit}"
-            + ("." if layout == "contiguous" else f", or --megacp-layout contiguous (a multiple of {unit // 2}).")
+            + (
+                "."
+                if layout == "contiguous"
+                else f", or --megacp-layout contiguous (a multiple of {unit // 2})."
+            )
         )
 
 
@@ -58,7 +64,9 @@ def check_model_config(config: Any, cp: int, has_documents: bool) -> None:
         value = getattr(config, setting, None)
         if refused(value) and (cp > 1 or setting in _WITH_DOCUMENTS):
             what = f"--context-parallel-size {cp}" if cp > 1 else "--megacp-documents"
-            raise UnsupportedError(f"megacp: {setting} is {value!r}, which {what} does not offer: {why}. {instead}")
+            raise UnsupportedError(
+                f"megacp: {setting} is {value!r}, which {what} does not offer: {why}. {instead}"
+            )
     comm_type = getattr(config, "cp_comm_type", None)
     names = comm_type if isinstance(comm_type, (list, tuple)) else [comm_type]
     for name in names:
@@ -88,16 +96,66 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         f"the host draws one pattern for the local tokens of every rank, so {_EXACT}",
         "Set --hidden-dropout 0.",
     ),
-    ("num_moe_experts", _given, "the balance losses of the router would count each rank alone", "Train a dense model, or use size 1."),
-    ("mtp_num_layers", _given, "multi-token prediction rolls labels across the ranks' borders", "Leave --mtp-num-layers away."),
-    ("multi_latent_attention", _given, "it has not been shown to be exact", "Use multi-head or grouped-query attention."),
-    ("experimental_attention_variant", _given, "only softmax attention is split over ranks", "Leave it away."),
-    ("is_hybrid_model", _given, "recurrent layers need their tokens in order", "Use size 1 for hybrid models."),
-    ("hybrid_context_parallel", _given, "its batches are split by the host itself", "Leave --hybrid-context-parallel away."),
-    ("hierarchical_context_parallel_sizes", _given, "the two-level method is not there yet", "Use --cp-comm-type p2p or all_gather."),
-    ("cuda_graph_impl", _given, "documents and splits change between steps, a graph does not", "Turn CUDA graphs off."),
-    ("enable_cuda_graph", _given, "documents and splits change between steps, a graph does not", "Turn CUDA graphs off."),
-    ("fp8_dot_product_attention", _given, "attention in 8 bits is not exact over ranks", "Turn --fp8-dot-product-attention off."),
+    (
+        "num_moe_experts",
+        _given,
+        "the balance losses of the router would count each rank alone",
+        "Train a dense model, or use size 1.",
+    ),
+    (
+        "mtp_num_layers",
+        _given,
+        "multi-token prediction rolls labels across the ranks' borders",
+        "Leave --mtp-num-layers away.",
+    ),
+    (
+        "multi_latent_attention",
+        _given,
+        "it has not been shown to be exact",
+        "Use multi-head or grouped-query attention.",
+    ),
+    (
+        "experimental_attention_variant",
+        _given,
+        "only softmax attention is split over ranks",
+        "Leave it away.",
+    ),
+    (
+        "is_hybrid_model",
+        _given,
+        "recurrent layers need their tokens in order",
+        "Use size 1 for hybrid models.",
+    ),
+    (
+        "hybrid_context_parallel",
+        _given,
+        "its batches are split by the host itself",
+        "Leave --hybrid-context-parallel away.",
+    ),
+    (
+        "hierarchical_context_parallel_sizes",
+        _given,
+        "the two-level method is not there yet",
+        "Use --cp-comm-type p2p or all_gather.",
+    ),
+    (
+        "cuda_graph_impl",
+        _given,
+        "documents and splits change between steps, a graph does not",
+        "Turn CUDA graphs off.",
+    ),
+    (
+        "enable_cuda_graph",
+        _given,
+        "documents and splits change between steps, a graph does not",
+        "Turn CUDA graphs off.",
+    ),
+    (
+        "fp8_dot_product_attention",
+        _given,
+        "attention in 8 bits is not exact over ranks",
+        "Turn --fp8-dot-product-attention off.",
+    ),
     ("qk_clip", _given, "the largest logit is not reported across ranks yet", "Turn QK-clip off."),
     ("log_max_attention_logit", _given, "the largest logit is not reported across ranks yet", "Turn it off."),
 )

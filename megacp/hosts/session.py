@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +24,14 @@ class Session:
     """The state of a hooked run.
 
     Attributes:
-        config: the user's settings. eod: the token that ends a document, once known. method: of the model's attention.
+        config: the user's settings. table: gives the report's table of seams.
+        eod: the token that ends a document, once known. method: of the model's attention.
         mailboxes: for each model-chunk family (by pipeline group) the document starts on their way.
         facts: lines for the report, in the order in which they became known.
     """
 
     config: Config
+    table: Callable[[], str]
     eod: int | None = None
     method: str = "ring"
     pipeline: Group | None = None
@@ -83,7 +86,7 @@ class Session:
                 self.pipeline = as_group(group)
         self.mailbox = Mailbox(self.pipeline, chunks)
 
-    def announce(self, split: Split, table: str, kernel: str) -> None:
+    def announce(self, split: Split, kernel: str) -> None:
         """Print once, on rank 0, what was hooked and what is in force, and why."""
         if self.is_announced:
             return
@@ -102,10 +105,17 @@ class Session:
             }
         )
         if self.config.report != "off" and (not dist.is_initialized() or dist.get_rank() == 0):
-            print(self.text(table), file=sys.stderr, flush=True)
+            print(self.text(), file=sys.stderr, flush=True)
 
-    def text(self, table: str) -> str:
+    def text(self) -> str:
         """Write the report: the table of seams, then what is in force."""
         wide = max((len(name) for name in self.facts), default=0)
         facts = [f"  {name:{wide}s}  {value}" for name, value in self.facts.items()]
-        return "\n".join(["megacp is hooked in:", *("  " + line for line in table.splitlines()), *(["in force:"] if facts else []), *facts])
+        return "\n".join(
+            [
+                "megacp is hooked in:",
+                *("  " + line for line in self.table().splitlines()),
+                *(["in force:"] if facts else []),
+                *facts,
+            ]
+        )

@@ -100,7 +100,9 @@ def register(kernel: Kernel) -> None:
     Raises: ConfigError if the name is taken by another kernel.
     """
     if _registry.get(kernel.name, kernel) is not kernel:
-        raise ConfigError(f"megacp: a kernel named '{kernel.name}' is registered already. Choose another name.")
+        raise ConfigError(
+            f"megacp: a kernel named '{kernel.name}' is registered already. Choose another name."
+        )
     _registry[kernel.name] = kernel
 
 
@@ -130,4 +132,4 @@ def choose(name: str, request: Request) -> Kernel:
 
 
 for _name in ("sdpa", "reference"):
-    register(import_module(f"megacp.kernels.{_name}"))  # type: ignore[arg-type]
+    register(import_module(f"megacp.kernels.{_name}"))

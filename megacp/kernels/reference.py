@@ -34,7 +34,9 @@ def forward(
             rows, keys = rows_of(tile), slice(tile.k_start, tile.k_stop)
             logits, _ = _logits(q[rows, tile.q_start : tile.q_stop], k[rows, keys], tile, options)
             lse = torch.logsumexp(logits, -1)  # [b, K, G, s]
-            out = torch.einsum("bkgst,btke->bskge", torch.exp(logits - lse[..., None]), v[rows, keys].to(logits.dtype))
+            out = torch.einsum(
+                "bkgst,btke->bskge", torch.exp(logits - lse[..., None]), v[rows, keys].to(logits.dtype)
+            )
             yield Partial(out.flatten(2, 3), lse.flatten(1, 2), rows, tile.q_start, tile.q_stop)
 
 
@@ -52,10 +54,18 @@ def backward(
     """Add dq, dk and dv of the blocks. Source: FlashAttention-2 (Dao 2023), algorithm 2."""
     for block in blocks:
         for tile in _tiles(block):
-            rows, queries, keys = rows_of(tile), slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
+            rows, queries, keys = (
+                rows_of(tile),
+                slice(tile.q_start, tile.q_stop),
+                slice(tile.k_start, tile.k_stop),
+            )
             logits, slope = _logits(q[rows, queries], k[rows, keys], tile, options)
             dtype, groups = logits.dtype, k.shape[2]
-            q_tile, k_tile, v_tile = q[rows, queries].to(dtype), k[rows, keys].to(dtype), v[rows, keys].to(dtype)
+            q_tile, k_tile, v_tile = (
+                q[rows, queries].to(dtype),
+                k[rows, keys].to(dtype),
+                v[rows, keys].to(dtype),
+            )
             d_tile = d_out[rows, queries].to(dtype)
             delta = (d_tile * out[rows, queries].to(dtype)).sum(-1).transpose(1, 2)  # [b, H, s]
             d_tile, q_tile = d_tile.unflatten(2, (groups, -1)), q_tile.unflatten(2, (groups, -1))

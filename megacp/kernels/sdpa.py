@@ -42,7 +42,15 @@ def forward(
     for part in (part for block in blocks for part in _parts(block)):
         rows, queries, keys = _slices(part)
         q_part, k_part, v_part, value_dim = _operands(q[rows, queries], k[rows, keys], v[rows, keys])
-        out, lse = _flash(q_part, k_part, v_part, 0.0, part.kind == "causal", attn_mask=_bias(part, q_part), scale=options.scale)
+        out, lse = _flash(
+            q_part,
+            k_part,
+            v_part,
+            0.0,
+            part.kind == "causal",
+            attn_mask=_bias(part, q_part),
+            scale=options.scale,
+        )
         yield Partial(out.transpose(1, 2)[..., :value_dim], lse, rows, part.q_start, part.q_stop)
 
 
@@ -97,14 +105,18 @@ def _parts(block: Block) -> Iterator[Block]:
     else:
         for start in range(q0, q1, _TILE):
             stop = min(start + _TILE, q1)
-            yield block._replace(q_start=start, q_stop=stop, k_start=max(k0, start + lo), k_stop=min(k1, stop + hi))
+            yield block._replace(
+                q_start=start, q_stop=stop, k_start=max(k0, start + lo), k_stop=min(k1, stop + hi)
+            )
 
 
 def _bias(part: Block, q: torch.Tensor) -> torch.Tensor | None:
     """Return the additive mask of a banded tile, [s, t]."""
     if part.kind != "banded":
         return None
-    delta = torch.arange(part.k_start, part.k_stop)[None, :] - torch.arange(part.q_start, part.q_stop)[:, None]
+    delta = (
+        torch.arange(part.k_start, part.k_stop)[None, :] - torch.arange(part.q_start, part.q_stop)[:, None]
+    )
     hidden = (delta < part.lo) | (delta > part.hi)
     return torch.zeros(delta.shape, dtype=q.dtype).masked_fill(hidden, -torch.inf)
 

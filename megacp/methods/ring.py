@@ -191,4 +191,6 @@ def _pass_gradients(call: Call, step: Step, grads: _Pair, home: _Gradients) -> _
 
 def _zeros_like(kv: _Pair, dtype: torch.dtype) -> _Pair:
     k, v = kv
-    return torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device)
+    return torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(
+        v.shape, dtype=dtype, device=v.device
+    )

@@ -55,7 +55,9 @@ def current_memory(*_: Any, **__: Any) -> int:
 def peak_memory(*_: Any, **__: Any) -> int:
     """Return the process's peak resident memory in bytes, since the last reset where the system can reset it."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with contextlib.suppress(OSError, IndexError, ValueError):  # getrusage keeps the peak through a reset, this does not
+    with contextlib.suppress(
+        OSError, IndexError, ValueError
+    ):  # getrusage keeps the peak through a reset, this does not
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:", 1)[1].split(None, 1)[0]) * _KIB
     return peak if sys.platform == "darwin" else peak * _KIB
@@ -187,7 +189,9 @@ class Event:
         Raises: RuntimeError if either was not recorded, as torch does.
         """
         if self._seconds is None or end_event._seconds is None:
-            raise RuntimeError("Both events must be recorded before calculating elapsed time: call record() on each.")
+            raise RuntimeError(
+                "Both events must be recorded before calculating elapsed time: call record() on each."
+            )
         return (end_event._seconds - self._seconds) * 1000.0
 
     def wait(self, stream: Any = None) -> None:
@@ -253,7 +257,9 @@ def names() -> dict[str, dict[str, Any]]:
         "torch.cuda": {**device, **memory, **streams, **kinds},
         "torch.cuda.memory": memory,
         "torch.cuda.streams": streams,
-        "torch.cuda.random": {name: device[name] for name in ("current_device", "device_count", "is_initialized")},
+        "torch.cuda.random": {
+            name: device[name] for name in ("current_device", "device_count", "is_initialized")
+        },
         "torch.cuda.graphs": {"is_current_stream_capturing": _answer(False)},
         "torch.cuda.nvtx": {**nvtx, "range_start": _answer(0)},
     }

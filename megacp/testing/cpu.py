@@ -101,7 +101,17 @@ def install() -> None:
         return
     _changes = changes = _Changes()
     try:
-        for part in (_environment, _torch_cuda, _devices, _type_names, _tensor_moves, _checkpoints, _groups, _spawned, _hosts):
+        for part in (
+            _environment,
+            _torch_cuda,
+            _devices,
+            _type_names,
+            _tensor_moves,
+            _checkpoints,
+            _groups,
+            _spawned,
+            _hosts,
+        ):
             changes.lines.append(part(changes))
     except BaseException:
         uninstall()
@@ -178,7 +188,9 @@ def _devices(changes: _Changes) -> str:
                 _script_as(function, wrapper)
                 count += 1
     for name in _METHODS:
-        changes.attribute(torch.Tensor, name, _redirected(getattr(torch.Tensor, name), 1 if name == "to" else None))
+        changes.attribute(
+            torch.Tensor, name, _redirected(getattr(torch.Tensor, name), 1 if name == "to" else None)
+        )
     context = torch.utils._device.DeviceContext
     changes.attribute(context, "__init__", _redirected(context.__init__, position=1))
     changes.attribute(torch, "set_default_device", _redirected(torch.set_default_device, position=0))
@@ -254,11 +266,23 @@ def _groups(changes: _Changes) -> str:
 
     import torch.distributed.distributed_c10d as c10d
 
-    for name, position in (("init_process_group", 0), ("new_group", 2)):
-        wrapper = on_gloo(getattr(c10d, name), position)
+    isend = c10d.isend
+
+    @functools.wraps(isend)
+    def sending_isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron frees a stage's output right after it began to send it, by giving it other data: safe on NCCL's
+        # stream, a use after free on gloo's thread. The alias keeps the storage until the send is done.
+        return isend(tensor.detach(), *args, **kwargs)
+
+    wrappers = {
+        "init_process_group": on_gloo(c10d.init_process_group, 0),
+        "new_group": on_gloo(c10d.new_group, 2),
+        "isend": sending_isend,
+    }
+    for name, wrapper in wrappers.items():
         changes.attribute(c10d, name, wrapper)
         changes.attribute(torch.distributed, name, wrapper)
-    return "process groups: gloo where nccl is asked for"
+    return "process groups: gloo where nccl is asked for; isend keeps what it sends alive"
 
 
 def _spawned(changes: _Changes) -> str:
@@ -311,6 +335,41 @@ def _sequence_parallel_norm(changes: _Changes, module: ModuleType) -> None:
     changes.attribute(norm, "__new__", staticmethod(new))
 
 
+def _resumable_torch_adam(changes: _Changes, module: ModuleType) -> None:
+    """Let the distributed optimizer load a checkpoint into torch's Adam, and into float32 parameters.
+
+    Megatron reads the number of steps from Adam's state before it loads, and torch makes none before the first step.
+    It then gives all parameters one step tensor, which Adam would count up once for each of them. And the shards of
+    float32 parameters are views that autograd lets nobody write to.
+    """
+    optimizer = module.DistributedOptimizer
+    describe, load = optimizer.state_dict, optimizer.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            loaded = load(self, *args, **kwargs)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+        return loaded
+
+    @functools.wraps(describe)
+    def state_dict(self: Any) -> Any:
+        adam = self.optimizer
+        if isinstance(adam, torch.optim.Adam) and not adam.state:
+            for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+                adam.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        return describe(self)
+
+    changes.attribute(optimizer, "state_dict", state_dict)
+    changes.attribute(optimizer, "load_state_dict", load_state_dict)
+
+
 # Arguments that choose a CUDA kernel, and the value with which Megatron computes the same thing without one.
 _ARGUMENTS_ON_CPU = {
     "transformer_impl": "local",
@@ -339,7 +398,10 @@ def _arguments(changes: _Changes, module: ModuleType) -> None:
                     print(f"megacp: no CUDA kernel runs on a CPU, so {line}", file=sys.stderr, flush=True)
         return original(args, *rest, **kwargs)
 
-    for holder in (module, *list(sys.modules.values())):  # those that imported it by value before a late install
+    for holder in (
+        module,
+        *list(sys.modules.values()),
+    ):  # those that imported it by value before a late install
         if getattr(holder, "__dict__", {}).get("validate_args") is original:
             changes.attribute(holder, "validate_args", validate_args)
 
@@ -349,6 +411,9 @@ _HOST_MODULES: dict[str, tuple[Callable[[_Changes, ModuleType], None], str]] = {
     "megatron.fused_kernels": (_without_fused_kernels, "load() builds nothing"),
     "megatron.core.transformer.torch_norm": (
         _sequence_parallel_norm, "torch norms work with sequence parallelism",
+    ),
+    "megatron.core.optimizer.distrib_optimizer": (
+        _resumable_torch_adam, "the distributed optimizer can load a checkpoint into torch's Adam and float32 parameters",
     ),
     "megatron.training.arguments": (_arguments, "arguments choose no CUDA kernel"),
     "megatron.arguments": (_arguments, "arguments choose no CUDA kernel"),

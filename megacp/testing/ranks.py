@@ -100,7 +100,12 @@ class Pool:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _run(
-        self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
     ) -> list[Any]:
         payload = _dump_call(fn, args, kwargs)
         with self._lock:
@@ -204,7 +209,9 @@ class _Worker:
         context = get_context("spawn")
         self.stack_path = stack_path
         self.conn, theirs = context.Pipe()
-        self.process: SpawnProcess = context.Process(target=_serve, args=(theirs, stack_path, port), daemon=True)
+        self.process: SpawnProcess = context.Process(
+            target=_serve, args=(theirs, stack_path, port), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -253,8 +260,13 @@ class _ByValue(pickle.Pickler):
             return NotImplemented
         if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
             return NotImplemented
-        flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
-        return _rebuild, (flat.view(torch.uint8).numpy().tobytes(), value.dtype, tuple(value.shape), value.requires_grad)
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        return _rebuild, (
+            flat.view(torch.uint8).numpy().tobytes(),
+            value.dtype,
+            tuple(value.shape),
+            value.requires_grad,
+        )
 
 
 def _rebuild(data: bytes, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
@@ -367,7 +379,9 @@ def _forget() -> None:
 _shared: Pool | None = None
 
 
-def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+def run(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `world_size` ranks of the pool that this process keeps.
 
     The pool grows to the largest world size asked for; smaller calls use its first workers. See `Pool.run`.

@@ -89,7 +89,9 @@ def inputs(cell: Cell) -> dict[str, torch.Tensor]:
 
 def truth(cell: Cell) -> oracle.Truth:
     x = inputs(cell)
-    return oracle.attention(x["q"], x["k"], x["v"], their_mask(cell), x["d_out"], scale=cell.scale, **dict(cell.options))
+    return oracle.attention(
+        x["q"], x["k"], x["v"], their_mask(cell), x["d_out"], scale=cell.scale, **dict(cell.options)
+    )
 
 
 def _formatted(x: torch.Tensor, form: str) -> torch.Tensor:
@@ -191,7 +193,11 @@ def check(cells: list[Cell], cp_size: int, tolerance: float | None = None, resul
         parts = [result[i] for result in results]
         allowed = TOLERANCE[cell.dtype] if tolerance is None else tolerance
         wrong = {name: e for name, e in errors(cell, joined(cell, parts)).items() if not e <= allowed}
-        kinds = {name: parts[0][name].dtype for name in ("out", "dq", "dk", "dv") if parts[0][name].dtype != cell.dtype}
+        kinds = {
+            name: parts[0][name].dtype
+            for name in ("out", "dq", "dk", "dv")
+            if parts[0][name].dtype != cell.dtype
+        }
         if wrong or kinds:
             bad.append(f"{cell}: {wrong} {kinds}")
         if not padding_is_silent(cell, parts):

@@ -10,7 +10,16 @@ import megacp
 from megacp import Layout, Mask
 from megacp.testing import ranks
 from tests import oracle
-from tests.distributed.cells import Cell, check, check_beside_one_rank, inputs, our_layout, our_mask, truth, vary
+from tests.distributed.cells import (
+    Cell,
+    check,
+    check_beside_one_rank,
+    inputs,
+    our_layout,
+    our_mask,
+    truth,
+    vary,
+)
 
 METHODS = ["ring", "all_gather"]
 LAYOUTS = ["contiguous", "zigzag"]
@@ -86,13 +95,18 @@ def test_every_tensor_format_gives_the_same_result(cp_size):
 
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_views_of_other_memory_are_as_good_as_contiguous_tensors(cp_size):
-    cells = vary(Cell(mask=("causal", 18)), view=["transposed", "expanded"], method=METHODS, format=["bshd", "sbhd"])
+    cells = vary(
+        Cell(mask=("causal", 18)), view=["transposed", "expanded"], method=METHODS, format=["bshd", "sbhd"]
+    )
     check(cells + vary(Cell(view="transposed", kernel="sdpa", dtype=torch.float32), method=METHODS), cp_size)
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_the_scale_and_head_sizes_that_differ_are_honoured(cp_size):
-    check(vary(Cell(mask=("causal", 18)), scale=[0.05, 1.0], dims=[(8, 8), (12, 5), (5, 12)], method=METHODS), cp_size)
+    check(
+        vary(Cell(mask=("causal", 18)), scale=[0.05, 1.0], dims=[(8, 8), (12, 5), (5, 12)], method=METHODS),
+        cp_size,
+    )
 
 
 def _auto(cell):
@@ -144,7 +158,9 @@ def test_gradients_come_for_just_the_inputs_that_ask_for_them(wanted):
 def _rows_with_their_own_documents(method, layout_name):
     """Row 0 is [5, 11], row 1 is [16]: the boundaries differ inside one micro-batch."""
     cell = Cell(batch=2)
-    layout = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}[layout_name](16, dist.get_world_size())
+    layout = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}[layout_name](
+        16, dist.get_world_size()
+    )
     x, rank = inputs(cell), dist.get_rank()
     q, k, v = (layout.shard(x[name], rank).requires_grad_() for name in "qkv")
     mask = Mask.documents([[0, 5, 16], [0, 16]])
@@ -174,11 +190,19 @@ def _with_options(cells):
             options["sinks"] = options["sinks"].clone().to(cell.dtype).requires_grad_()
         local = {name: layout.shard(t, dist.get_rank(), fill=cell.fill) for name, t in x.items()}
         q, k, v = (local[name].requires_grad_() for name in "qkv")
-        what = {"mask": our_mask(cell), "layout": layout, "method": cell.method, "kernel": cell.kernel, **options}
+        what = {
+            "mask": our_mask(cell),
+            "layout": layout,
+            "method": cell.method,
+            "kernel": cell.kernel,
+            **options,
+        }
         out, lse = megacp.attention(q, k, v, return_lse=True, **what)
         out.backward(local["d_out"])
         d_sinks = options["sinks"].grad if "sinks" in options else torch.zeros(())
-        results.append({"out": out.detach(), "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad, "d_sinks": d_sinks})
+        results.append(
+            {"out": out.detach(), "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad, "d_sinks": d_sinks}
+        )
     return results
 
 
@@ -188,7 +212,9 @@ def _check_options(cells, cp_size):
     for i, cell in enumerate(cells):
         if "sinks" in dict(cell.options):
             summed = sum(result[i]["d_sinks"] for result in results)
-            assert oracle.rel(summed, truth(cell).dsinks) <= (1e-10 if cell.dtype == torch.float64 else 1e-5), cell
+            assert oracle.rel(summed, truth(cell).dsinks) <= (
+                1e-10 if cell.dtype == torch.float64 else 1e-5
+            ), cell
 
 
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
@@ -201,7 +227,9 @@ def test_sinks_and_softcap_are_exact_with_their_gradients(cp_size):
     _check_options(vary(Cell(), options=options, mask=masks, method=METHODS), cp_size)
     packed = Cell(layout="per_document", mask=("documents", (7, 10, 13)), fill=1e3)
     _check_options(vary(packed, options=options, method=METHODS), cp_size)
-    _check_options(vary(Cell(dtype=torch.float32, kernel="sdpa"), options=options[:1], method=METHODS), cp_size)
+    _check_options(
+        vary(Cell(dtype=torch.float32, kernel="sdpa"), options=options[:1], method=METHODS), cp_size
+    )
     _check_options(vary(Cell(dtype=torch.float32, kernel="auto"), options=options, method=METHODS), cp_size)
 
 

@@ -24,7 +24,9 @@ METHODS = ["ring", "all_gather"]
 @pytest.mark.parametrize("cp_size", [2, 4])
 @pytest.mark.parametrize("method", METHODS)
 def test_d04_each_gradient_is_exact_in_every_chunk_of_every_rank(method, cp_size):
-    cells = vary(Cell(method=method, heads=(4, 4), dims=(16, 16), batch=1), mask=[("causal", 64), ("full", 64)])
+    cells = vary(
+        Cell(method=method, heads=(4, 4), dims=(16, 16), batch=1), mask=[("causal", 64), ("full", 64)]
+    )
     results = ranks.run(run_cells, cp_size, cells)
     for i, cell in enumerate(cells):
         layout, true = our_layout(cell, cp_size), truth(cell)
@@ -96,7 +98,13 @@ def test_d12_what_such_masks_mean_is_honoured_exactly(method):
 def test_d31_the_bfloat16_error_does_not_grow_with_the_number_of_ranks(method, kernel):
     length = 1024
     cell = Cell(
-        mask=("causal", length), heads=(2, 2), dims=(64, 64), batch=1, dtype=torch.bfloat16, method=method, kernel=kernel
+        mask=("causal", length),
+        heads=(2, 2),
+        dims=(64, 64),
+        batch=1,
+        dtype=torch.bfloat16,
+        method=method,
+        kernel=kernel,
     )
     true, found = truth(cell), {}
     for cp_size in (1, 2, 4):
@@ -116,7 +124,9 @@ def _natural_errors(got, true, x):
     small differences of terms as large as the keys and queries, and have no more digits than those terms leave them."""
     size = {"dq": x["k"].norm(), "dk": x["q"].norm()}
     found = {name: oracle.rel(got[name], getattr(true, name)) for name in ("out", "lse", "dv")}
-    return found | {name: float((got[name] - getattr(true, name)).norm() / size[name]) for name in ("dq", "dk")}
+    return found | {
+        name: float((got[name] - getattr(true, name)).norm() / size[name]) for name in ("dq", "dk")
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -237,7 +247,12 @@ def test_d59_values_of_another_head_size_with_grouped_heads_are_exact(method):
             "dk": (2, 16, 2, d),
             "dv": (2, 16, 2, e),
         }
-    check(vary(Cell(heads=(8, 2), method=method, kernel="sdpa", dtype=torch.float32), dims=[(24, 16), (16, 24)]), 2)
+    check(
+        vary(
+            Cell(heads=(8, 2), method=method, kernel="sdpa", dtype=torch.float32), dims=[(24, 16), (16, 24)]
+        ),
+        2,
+    )
 
 
 def test_d59_the_head_sizes_of_latent_attention_in_bfloat16():

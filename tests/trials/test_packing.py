@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -21,7 +22,7 @@ def _document_rows(layout, rank, cu_seqlens):
     """How many real tokens of each document a rank holds."""
     positions = layout.positions(rank)
     positions = positions[positions >= 0]
-    return [int(((positions >= a) & (positions < b)).sum()) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    return [int(((positions >= a) & (positions < b)).sum()) for a, b in itertools.pairwise(cu_seqlens)]
 
 
 # -- D01: tail padding inside packed documents (TransformerEngine#3331, #1930, #1929; Megatron-LM#1669) -----------------
@@ -39,7 +40,9 @@ def test_d01_the_ranks_hold_the_real_tokens_of_padded_documents_unequally():
 @pytest.mark.parametrize("fill", [0.0, 1e3, math.nan])
 @pytest.mark.parametrize("method", METHODS)
 def test_d01_padding_between_documents_never_leaks_whatever_it_holds(method, fill):
-    cell = Cell(mask=("documents", (7, 10, 13)), layout="per_document", heads=(2, 2), method=method, fill=fill)
+    cell = Cell(
+        mask=("documents", (7, 10, 13)), layout="per_document", heads=(2, 2), method=method, fill=fill
+    )
     check([cell], 2)
 
 
@@ -58,7 +61,19 @@ def test_d01_the_result_is_bit_identical_from_run_to_run_and_for_any_fill(method
 
 @pytest.mark.parametrize("method", METHODS)
 def test_d01_one_long_document_with_a_ragged_end_is_exact_on_four_ranks(method):
-    check([Cell(mask=("documents", (698,)), layout="per_document", heads=(2, 1), batch=1, fill=1e3, method=method)], 4)
+    check(
+        [
+            Cell(
+                mask=("documents", (698,)),
+                layout="per_document",
+                heads=(2, 1),
+                batch=1,
+                fill=1e3,
+                method=method,
+            )
+        ],
+        4,
+    )
 
 
 # -- D02: the ring ignores document boundaries (axolotl#3608, trl#6843) ------------------------------------------------
@@ -73,7 +88,10 @@ def _probe(method, layout_name, source, changed):
         "tokens": lambda: Mask.from_tokens(torch.tensor([9, 9, 9, 9, 0, 9, 9, 0, *[9] * 8]), eod=0),
     }[source]()
     size, rank = dist.get_world_size(), dist.get_rank()
-    makers = {"per_document": lambda: Layout.per_document(cu_seqlens, size), "zigzag": lambda: Layout.zigzag(16, size)}
+    makers = {
+        "per_document": lambda: Layout.per_document(cu_seqlens, size),
+        "zigzag": lambda: Layout.zigzag(16, size),
+    }
     layout = makers[layout_name]() if layout_name in makers else Layout.contiguous(16, size)
     x = inputs(Cell(heads=(2, 2), batch=1))
     if changed:
@@ -88,7 +106,9 @@ def _probe(method, layout_name, source, changed):
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "per_document"])
 @pytest.mark.parametrize("method", METHODS)
 def test_d02_a_document_sees_only_itself_however_its_boundaries_are_given(method, layout_name, source):
-    before, after = (ranks.run(_probe, 2, method, layout_name, source, changed)[0] for changed in (False, True))
+    before, after = (
+        ranks.run(_probe, 2, method, layout_name, source, changed)[0] for changed in (False, True)
+    )
     changed_rows = (before != after).any(-1).any(-1)[0].nonzero().flatten().tolist()
     assert changed_rows == [0, 1, 2, 3, 4]
     x = inputs(Cell(heads=(2, 2), batch=1))
@@ -137,7 +157,12 @@ def _gather_codes(lengths, shape):
 def _codes(lengths, shape):
     """The value of each row is 100 * document + index."""
     rows = [100.0 * document + index for document, n in enumerate(lengths) for index in range(n)]
-    return torch.tensor(rows, dtype=torch.float64).reshape(1, -1, *[1] * len(shape)).expand(2, -1, *shape).contiguous()
+    return (
+        torch.tensor(rows, dtype=torch.float64)
+        .reshape(1, -1, *[1] * len(shape))
+        .expand(2, -1, *shape)
+        .contiguous()
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 4)])
@@ -168,7 +193,10 @@ def test_d57_documents_of_one_two_and_three_tokens_are_exact_on_four_ranks(metho
 def test_d57_a_rank_that_holds_only_padding_takes_part_and_returns_zeros(method, kernel):
     assert Layout.contiguous(5, 4).ranges(3) == []
     dtype = torch.float64 if kernel == "reference" else torch.float32
-    cells = vary(Cell(mask=("causal", 5), layout="contiguous", method=method, kernel=kernel, dtype=dtype), format=["bshd", "thd"])
+    cells = vary(
+        Cell(mask=("causal", 5), layout="contiguous", method=method, kernel=kernel, dtype=dtype),
+        format=["bshd", "thd"],
+    )
     results = ranks.run(run_cells, 4, cells)
     check(cells, 4, results=results)
     last = results[3][0]
@@ -190,12 +218,18 @@ def test_d57_empty_documents_count_for_nothing():
 def test_d64_every_field_is_placed_alike_and_keeps_its_dtype(dtype):
     layout = Layout.per_document([0, 3, 8], 2)
     field = torch.arange(1, 9)[None].to(dtype)
-    batch = {"visual": field, "tokens": torch.arange(1, 9)[None], "states": torch.arange(1.0, 9.0).reshape(1, 8, 1).expand(1, 8, 3)}
+    batch = {
+        "visual": field,
+        "tokens": torch.arange(1, 9)[None],
+        "states": torch.arange(1.0, 9.0).reshape(1, 8, 1).expand(1, 8, 3),
+    }
     right = [[1, 0, 4, 5, 0, 0], [2, 3, 6, 7, 8, 0]]
     for rank in (0, 1):
         part = megacp.shard(batch, layout, rank=rank, fields={"visual": 1, "states": 1})
         assert part["tokens"][0].tolist() == right[rank]
-        assert part["visual"].dtype == dtype and torch.equal(part["visual"][0], torch.tensor(right[rank]).to(dtype))
+        assert part["visual"].dtype == dtype and torch.equal(
+            part["visual"][0], torch.tensor(right[rank]).to(dtype)
+        )
         assert part["states"][0, :, 2].tolist() == right[rank]
 
 

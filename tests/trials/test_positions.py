@@ -76,6 +76,8 @@ def test_d25_rows_of_the_table_are_those_of_the_global_positions():
 
 
 def test_d25_positions_of_three_kinds_at_once_are_split_on_their_last_dim():
-    ids = torch.stack([torch.arange(16), torch.arange(16) * 2, torch.arange(16) * 3])[:, None].expand(3, 2, 16)
+    ids = torch.stack([torch.arange(16), torch.arange(16) * 2, torch.arange(16) * 3])[:, None].expand(
+        3, 2, 16
+    )
     local = megacp.shard({"position_ids": ids}, Layout.zigzag(16, 2), rank=1)["position_ids"]
     assert local.shape == (3, 2, 8) and local[2, 0].tolist() == [3 * p for p in range(4, 12)]

@@ -18,26 +18,18 @@ METHODS = ["ring", "all_gather"]
 # -- D13: gathers of replicated work (slime#1748, VeOmni#1120) -----------------------------------------------------------
 
 
-def _replicated_layers(variant):
-    """Three layers y = w * (x + its mean over the row), each on gathered tokens; the gradient of x and of the weights."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    layout = Layout.zigzag(12, size)
+def _replicated_layers():
+    """Three layers y = tanh(w * (x + its mean over the row)) on gathered tokens, the same on all ranks."""
+    layout = Layout.zigzag(12, dist.get_world_size())
     x, weights, d_out = _layer_data()
     x, leaves = x.requires_grad_(), [w.requires_grad_() for w in weights]
-    local = layout.shard(x, rank)
-    full = megacp.gather(local, layout)
+    full = megacp.gather(layout.shard(x, dist.get_rank()), layout)
     for w in leaves:
         full = torch.tanh(w * (full + full.mean(1, keepdim=True)))
-    if variant == "same loss on all ranks":  # each rank holds the whole loss: its weights' gradients are whole too
-        (full * d_out).sum().backward()
-        share = 1.0 / size
-    else:  # each rank's loss is its own slice: what it did to others' tokens must be summed, which gather does not
-        share = 1.0
-        return None
-    for w in leaves:
-        w.grad *= share
-        dist.all_reduce(w.grad)
-    dist.all_reduce(x.grad)
+    (
+        full * d_out
+    ).sum().backward()  # every rank holds the whole loss, so its weights' gradients are whole already
+    dist.all_reduce(x.grad)  # each rank has the gradient of its own tokens, and 0 for the others'
     return x.grad, [w.grad for w in leaves]
 
 
@@ -55,7 +47,7 @@ def test_d13_a_gather_before_the_same_work_on_all_ranks_does_not_inflate_gradien
     for w in weights:
         full = torch.tanh(w * (full + full.mean(1, keepdim=True)))
     dx, *dw = torch.autograd.grad((full * d_out).sum(), leaves)
-    for got_x, got_w in ranks.run(_replicated_layers, 2, "same loss on all ranks"):
+    for got_x, got_w in ranks.run(_replicated_layers, 2):
         assert oracle.rel(got_x, dx) <= 1e-10
         assert max(oracle.rel(a, b) for a, b in zip(got_w, dw, strict=True)) <= 1e-10
 
@@ -122,7 +114,11 @@ def test_d58_only_declared_fields_are_split_and_metadata_is_the_same_everywhere(
 
 
 def test_d58_offsets_that_happen_to_have_the_sequence_s_length_are_left_alone():
-    batch = {"tokens": torch.arange(16)[None], "cu_seqlens": torch.arange(16, dtype=torch.int32), "labels": None}
+    batch = {
+        "tokens": torch.arange(16)[None],
+        "cu_seqlens": torch.arange(16, dtype=torch.int32),
+        "labels": None,
+    }
     part = megacp.shard(batch, Layout.zigzag(16, 2), rank=1)
     assert part["cu_seqlens"] is batch["cu_seqlens"] and part["labels"] is None
 
@@ -141,6 +137,21 @@ def test_d21_a_batch_that_was_split_already_is_not_split_again():
     once = megacp.shard({"tokens": torch.arange(16)[None]}, layout, rank=0)
     with pytest.raises(megacp.ConfigError, match=r"tokens.*\(1, 8\).*16"):
         megacp.shard(once, layout, rank=0)
-    q = torch.zeros(1, 16, 2, 8)
-    with pytest.raises(megacp.ConfigError, match="whole sequence"):
-        megacp.Layout.zigzag(16, 2).unshard([q[:, :7], q[:, :7]])
+
+
+def _attend_to(length):
+    q = torch.zeros(1, length, 2, 8)
+    try:
+        megacp.attention(
+            q, q, q, mask=megacp.Mask.causal(16), layout=Layout.zigzag(16, dist.get_world_size())
+        )
+    except megacp.ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_d21_a_sequence_that_was_never_split_is_refused_by_attention():
+    for text in ranks.run(_attend_to, 2, 16):
+        assert "whole sequence" in text and "16" in text and "8" in text
+    for text in ranks.run(_attend_to, 2, 4):  # split twice
+        assert "4 slots" in text and "gives each rank 8" in text

@@ -20,7 +20,12 @@ def _inputs(heads=4, kv_heads=2, length=7, d=5, e=3):
 
 def test_masks_by_hand():
     assert oracle.causal(3).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    assert oracle.causal(4, window=2).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    assert oracle.causal(4, window=2).int().tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 1, 1, 0],
+        [0, 0, 1, 1],
+    ]
     assert oracle.full(2).int().tolist() == [[1, 1], [1, 1]]
     assert oracle.documents([0, 1, 3]).int().tolist() == [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
     assert oracle.documents([0, 1, 3], is_causal=False).int().tolist() == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
@@ -34,7 +39,9 @@ def test_it_agrees_with_pytorch_forward_and_backward():
     truth = oracle.attention(q, k, v, mask, d_out, scale=0.3)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     heads_first = [x.transpose(1, 2) for x in leaves]
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(
+        1, 2
+    )
     grads = torch.autograd.grad(out, leaves, d_out)
     for ours, theirs in zip((truth.out, truth.dq, truth.dk, truth.dv), (out, *grads), strict=True):
         assert oracle.rel(ours, theirs) < 1e-13

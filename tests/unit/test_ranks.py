@@ -90,6 +90,7 @@ def _tensors(view):
         "bool": torch.tensor([True, False]),
         "graph": torch.ones(2, requires_grad=True) * 2,
         "transposed": view.transpose(0, 1),
+        "column": big.reshape(1000, 1000)[:3, 1],
         "shared": big.is_shared() or view.is_shared(),
     }
 
@@ -160,6 +161,7 @@ def test_tensors_travel_by_value_whatever_their_dtype_shape_and_graph():
     assert got["bool"].tolist() == [True, False]
     assert got["graph"].tolist() == [2, 2] and got["graph"].is_leaf
     assert got["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert got["column"].tolist() == [1, 1001, 2001]
     assert not got["shared"] and not got["view"].is_shared()
     got["view"].add_(1)  # ours alone, and writable
 

@@ -581,6 +581,20 @@ def test_a_class_or_a_property_is_no_target(write: Write, make: Make) -> None:
     assert "it is no function but property" in seams.table()
 
 
+def test_a_mock_or_none_in_place_of_an_optional_library_counts_as_absent(write: Write, make: Make) -> None:
+    write("host/__init__.py", "")
+    write("host/core.py", "from unittest.mock import MagicMock\nA = MagicMock()\nB = None\nf = MagicMock()\n")
+    write("host/real.py", "class A:\n    def forward(self, q):\n        return q\n")
+    targets = ["host.core:A.forward", "host.core:B.forward", "host.core:f", "host.real:A.forward"]
+    seams = make(seam(targets, every=True, required=True, needs=("q",)))
+    seams.install()
+    load("host.core")
+    load("host.real")
+    seams.check()
+    assert only(seams).targets == ("host.real:A.forward",)
+    assert only(seams).findings[0].text == "'A' is no class here but MagicMock"
+
+
 def test_a_row_of_the_same_role_fills_in_for_a_required_one(host: None, make: Make) -> None:
     seams = make(
         seam("host.gone:forward", "built in", role="attention", required=True),

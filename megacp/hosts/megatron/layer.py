@@ -1,0 +1,145 @@
+"""Inside the model: rotary positions of the rank's own tokens, and attention over all ranks' keys."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megacp import attend
+from megacp.errors import SeamError, UnsupportedError
+from megacp.hosts.hooks import Function
+from megacp.hosts.megatron.settings import cp_group
+from megacp.hosts.session import Session
+from megacp.hosts.splits import redeem
+from megacp.mask import Mask
+
+
+def rotary(original: Function, session: Callable[[], Session]) -> Function:
+    """Give the positions of the rank's own tokens, by our layout rather than the host's formula."""
+    signature = inspect.signature(original)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        values = given.arguments
+        group = cp_group(self, values.get("cp_group"))
+        if group.size == 1 or values["packed_seq"]:
+            return original(*given.args, **given.kwargs)
+        values["packed_seq"] = True  # the host's way of asking for the table of the whole sequence
+        table = original(*given.args, **given.kwargs)
+        layout = session().layout(values["max_seq_len"], group.size)
+        if isinstance(table, tuple):  # YaRN: (table, scale)
+            return (layout.shard(table[0], group.rank, dim=0), *table[1:])
+        return layout.shard(table, group.rank, dim=0)
+
+    return forward
+
+
+def attention_init(original: Function, session: Callable[[], Session]) -> Function:
+    """Build the host's attention as for one rank; the group is our business."""
+    signature = inspect.signature(original)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        config = given.arguments["config"]
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        given.arguments["config"] = alone
+        original(*given.args, **given.kwargs)
+        self.config = config  # the live one: the host changes it later
+        self.megacp_scale = given.arguments.get("softmax_scale")
+        self.megacp_dropout = given.arguments.get("attention_dropout")
+        self.megacp_window = _window(config, given.arguments["layer_number"])
+
+    return init
+
+
+def attention_forward(original: Function, session: Callable[[], Session]) -> Function:
+    """Attend by the ticket that the model's entry passed on."""
+    signature = inspect.signature(original)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        values = given.arguments
+        split = redeem(values["attention_mask"])
+        if split is None:
+            cp = self.config.context_parallel_size
+            if cp > 1:
+                raise UnsupportedError(
+                    f"megacp: attention runs at context-parallel size {cp}, but its input did not come through a model that megacp "
+                    "splits (GPTModel). It would see its own tokens only. Add a seam for this model, or use size 1."
+                )
+            return original(*given.args, **given.kwargs)
+        if not hasattr(self, "megacp_scale"):
+            raise SeamError(
+                "megacp: an attention layer was built before megacp was installed. Install first, then build the model."
+            )
+        _check_layer(self, values)
+        query, key, value = values["query"], values["key"], values["value"]
+        out = attend.attention(
+            query,
+            key,
+            value,
+            mask=_layer_mask(split.mask, self.megacp_window),
+            layout=split.layout,
+            group=split.group,
+            method=session().method,
+            kernel=session().config.kernel,
+            format="sbhd",
+            scale=self.megacp_scale,
+            sinks=_sinks(self),
+        )
+        assert isinstance(out, torch.Tensor)
+        return out.flatten(2)  # [S, B, H, E] -> [S, B, H·E]
+
+    return forward
+
+
+@functools.lru_cache(maxsize=1024)
+def _layer_mask(mask: Mask, window: tuple[int, int] | None) -> Mask:
+    return mask if window is None else mask.within(*window)
+
+
+def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
+    """Return the layer's sliding window (left, right), if the host gives it one."""
+    size = getattr(config, "window_size", None)
+    if not size:
+        return None
+    skip = getattr(config, "window_attn_skip_freq", None)
+    if isinstance(skip, int) and layer_number % skip == 0:
+        return None
+    if isinstance(skip, (list, tuple)) and not skip[layer_number - 1]:
+        return None
+    return int(size[0]), int(size[1])
+
+
+def _sinks(module: Any) -> torch.Tensor | None:
+    """Return the logits [H] of the layer's sinks: learned, zero ('off-by-one'), or None."""
+    kind = getattr(module.config, "softmax_type", "vanilla")
+    if kind == "vanilla":
+        return None
+    offset = module.softmax_offset
+    return offset.view(-1) if isinstance(offset, torch.Tensor) else None
+
+
+def _check_layer(module: Any, values: dict[str, Any]) -> None:
+    """Refuse what this layer was asked for and we would not do."""
+    kind = values.get("attn_mask_type") or getattr(module, "attn_mask_type", None)
+    name = getattr(kind, "name", kind)
+    if name is not None and name not in ("causal", "padding_causal"):
+        raise UnsupportedError(
+            f"megacp: a layer asks for attention mask type '{name}' inside a causal model. Only causal attention is split there."
+        )
+    for what in ("attention_bias", "packed_seq_params"):
+        if values.get(what) is not None:
+            raise UnsupportedError(
+                f"megacp: a layer's attention was called with {what}, which is not offered over ranks yet."
+            )
+    dropout = module.config.attention_dropout if module.megacp_dropout is None else module.megacp_dropout
+    if dropout and module.training:
+        raise UnsupportedError(f"megacp: a layer has attention dropout {dropout}. Set --attention-dropout 0.")

@@ -1,0 +1,238 @@
+"""The model's boundary: the batch is sliced where it goes in, the per-token loss comes back whole where it goes out."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megacp import kernels, methods, sharding
+from megacp.errors import ShapeError, UnsupportedError
+from megacp.groups import Group
+from megacp.hosts import limits
+from megacp.hosts.documents import document_mask, starts_of
+from megacp.hosts.hooks import Function
+from megacp.hosts.megatron.settings import cp_group, parallel_state
+from megacp.hosts.session import Session
+from megacp.hosts.splits import Split, ticket
+from megacp.mask import Mask
+
+
+def whole_batch(original: Function, session: Callable[[], Session]) -> Function:
+    """Leave the batch whole; the model's entry slices it."""
+
+    def get_batch_on_this_cp_rank(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return batch
+
+    return get_batch_on_this_cp_rank
+
+
+def model_init(original: Function, session: Callable[[], Session]) -> Function:
+    """Refuse what cannot be exact, before a weight is made."""
+    signature = inspect.signature(original)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        values = signature.bind(self, *args, **kwargs).arguments
+        config, cp = values["config"], values["config"].context_parallel_size
+        if session().is_in_force(cp):
+            limits.check_model_config(config, cp, session().has_documents)
+            if values.get("position_embedding_type") == "mrope":
+                raise UnsupportedError(
+                    f"megacp: position_embedding_type 'mrope' is not offered with --context-parallel-size {cp}. Use rope."
+                )
+            comm_type = getattr(config, "cp_comm_type", None)
+            name = comm_type[0] if isinstance(comm_type, (list, tuple)) else comm_type
+            session().method = methods.resolve(name or "ring").name
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def model_forward(original: Function, session: Callable[[], Session]) -> Function:
+    """Slice at the model's entry; bring the per-token loss (or the logits) back whole at its exit."""
+    signature = inspect.signature(original)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        group = cp_group(self)
+        if not session().is_in_force(group.size):
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        batch = given.arguments
+        for name in (
+            "inference_context",
+            "inference_params",
+            "packed_seq_params",
+            "decoder_input",
+            "extra_block_kwargs",
+        ):
+            if batch.get(name) is not None:
+                raise UnsupportedError(
+                    f"megacp: the model was called with {name}, which context parallelism over {group.size} ranks does not offer "
+                    f"yet ({_WHY_NOT[name]}). Use --context-parallel-size 1 for it."
+                )
+        split = _split(self, batch, session(), group)
+        _check_dense_mask(batch.get("attention_mask"), split.mask)
+        if session().has_documents and isinstance(batch.get("loss_mask"), torch.Tensor):
+            ends = split.mask.document_ends().to(batch["loss_mask"].device)
+            batch["loss_mask"].masked_fill_(
+                ends, 0
+            )  # in place: the host's loss function holds the same tensor
+        fields = {name: batch.get(name) for name in _PER_TOKEN}
+        batch.update(
+            {k: v for k, v in sharding.shard(fields, split.layout, rank=group.rank).items() if k in batch}
+        )
+        batch["attention_mask"] = ticket(split)
+        session().announce(split, _kernel_name(self, session()))
+        out = original(*given.args, **given.kwargs)
+        if not getattr(self, "post_process", True):
+            return out
+        # [B, S] per-token loss, or [B, S, V] logits where no labels are given
+        return sharding.gather(out, split.layout, group, dim=1, grad_factor=group.size)
+
+    return forward
+
+
+_PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask")
+_WHY_NOT = {
+    "inference_context": "decoding against a cache is not attention over a split sequence",
+    "inference_params": "decoding against a cache is not attention over a split sequence",
+    "packed_seq_params": "give documents by --megacp-documents instead",
+    "decoder_input": "embeddings made outside the model are not split",
+    "extra_block_kwargs": "their tokens are not known",
+}
+
+
+def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> Split:
+    """Work out layout and mask of the micro-batch at hand."""
+    rows, seq_len = _shape(model, batch, group)
+    config = model.config
+    limits.check_sequence_length(
+        seq_len, group.size, run.layout_name, config.tensor_model_parallel_size, config.sequence_parallel
+    )
+    layout = run.layout(seq_len, group.size)
+    if not run.has_documents:
+        return Split(layout, _causal(seq_len), group)
+    mailbox = run.mailbox
+    if mailbox is None:
+        raise UnsupportedError(
+            "megacp: documents are kept apart, but megatron's initialize_model_parallel was never called. Call it before the model."
+        )
+    chunk = getattr(model, "vp_stage", None) or 0
+    if mailbox.is_first and chunk == 0:
+        starts = starts_of(run.config.documents, batch.get("input_ids"), batch.get("position_ids"), run.eod)
+        mailbox.put(starts)
+    else:
+        starts = mailbox.get(chunk, rows, seq_len)
+    return Split(layout, document_mask(starts), group)
+
+
+_causal = functools.lru_cache(maxsize=16)(Mask.causal)
+
+
+def _shape(model: Any, batch: dict[str, Any], group: Group) -> tuple[int, int]:
+    """Return (rows, whole sequence length) of the micro-batch."""
+    shapes = {
+        name: tuple(batch[name].shape) for name in _PER_TOKEN if isinstance(batch.get(name), torch.Tensor)
+    }
+    if len(set(shapes.values())) > 1:
+        raise ShapeError(
+            f"megacp: the model's inputs have different shapes: {shapes}. Pass whole sequences, [batch, sequence]."
+        )
+    arriving = getattr(
+        getattr(model, "decoder", None), "input_tensor", None
+    )  # [S, B, hidden] from the stage before
+    if isinstance(arriving, torch.Tensor):
+        config = model.config
+        whole = (
+            arriving.shape[0]
+            * group.size
+            * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        )
+        for name, shape in shapes.items():
+            if shape[1] != whole:
+                raise ShapeError(
+                    f"megacp: {name} has {shape[1]} tokens, but the pipeline stage before sent {arriving.shape[0]} for this one of "
+                    f"{group.size} ranks, {whole} in all. Something else splits the batch too; let megacp do it alone."
+                )
+        return arriving.shape[1], whole
+    if not shapes:
+        raise ShapeError(
+            "megacp: the model was called without tokens, labels or an input from the pipeline stage before."
+        )
+    return next(iter(shapes.values()))
+
+
+def _check_dense_mask(given: Any, mask: Mask) -> None:
+    """Accept a host's mask that says what ours says; refuse any other."""
+    if not isinstance(given, torch.Tensor):
+        return
+    length = mask.seq_len
+    if given.shape[-2:] == (length, length) and given.dtype == torch.bool:
+        hidden = torch.ones(length, length, dtype=torch.bool, device=given.device).triu_(
+            1
+        )  # Megatron's True is hidden
+        if bool((given == hidden).all()):
+            return
+    raise UnsupportedError(
+        f"megacp: attention_mask of shape {tuple(given.shape)} is not plain causal, and a dense mask cannot be honoured over ranks. "
+        "Keep documents apart with --megacp-documents eod or positions, and build no mask (--no-create-attention-mask-in-dataloader)."
+    )
+
+
+def _kernel_name(model: Any, run: Session) -> str:
+    """Say which kernel the model's attention will use."""
+    config = model.config
+    parameter = next(model.parameters())
+    size = config.kv_channels
+    request = kernels.Request(
+        parameter.device.type,
+        parameter.dtype,
+        config.num_attention_heads,
+        config.num_query_groups,
+        size,
+        size,
+        kernels.Options(1.0),
+    )
+    return kernels.choose(run.config.kernel, request).name
+
+
+def loss_scale(original: Function, session: Callable[[], Session]) -> Function:
+    """Take back the group's size where the host multiplies an old-style loss by it; the loss is whole here already."""
+    signature = inspect.signature(original)
+
+    def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        loss_func = given.arguments["loss_func"]
+        cp = parallel_state().get_context_parallel_world_size()
+        if cp > 1 and loss_func is not None:
+
+            def whole_loss(*inner: Any, **named: Any) -> Any:
+                outputs = loss_func(*inner, **named)
+                if isinstance(outputs, tuple) and len(outputs) == 2:
+                    return outputs[0] / cp, outputs[1]
+                return outputs
+
+            given.arguments["loss_func"] = whole_loss
+        return original(*given.args, **given.kwargs)
+
+    return forward_step_calc_loss
+
+
+def refused_model(original: Function, session: Callable[[], Session]) -> Function:
+    """Refuse models whose entry is not hooked, by name."""
+    signature = inspect.signature(original)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = signature.bind(self, *args, **kwargs).arguments["config"]
+        cp = config.context_parallel_size
+        if session().is_in_force(cp):
+            raise UnsupportedError(
+                f"megacp: {type(self).__name__} is not offered with --context-parallel-size {cp} or --megacp-documents; GPTModel is. "
+                "Its recurrent or two-way layers would not be the same. Use size 1 without --megacp-documents."
+            )
+        original(self, *args, **kwargs)
+
+    return init

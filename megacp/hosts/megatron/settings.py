@@ -1,0 +1,127 @@
+"""Arguments, groups and data of a Megatron run: what is read, checked and connected before the first step."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megacp.config import FLAGS
+from megacp.errors import UnsupportedError
+from megacp.groups import Group, as_group
+from megacp.hosts import limits
+from megacp.hosts.hooks import Function
+from megacp.hosts.session import Session
+
+
+def cp_group(module: Any, given: Any = None) -> Group:
+    """Return the host's own context-parallel group: the one given, the module's, or that of its parallel_state."""
+    handle = given if given is not None else getattr(getattr(module, "pg_collection", None), "cp", None)
+    if handle is None:
+        handle = getattr(module, "cp_group", None)
+    return as_group(handle if handle is not None else parallel_state().get_context_parallel_group())
+
+
+def parallel_state() -> Any:
+    """Return the host's registry of process groups."""
+    return sys.modules["megatron.core.parallel_state"]
+
+
+def parse_args(original: Function, session: Callable[[], Session]) -> Function:
+    """Add our flags to the host's parser, so that they are known, shown in --help and kept with the run's arguments."""
+
+    def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def with_our_flags(parser: Any) -> Any:
+            parser = extra_args_provider(parser) if extra_args_provider is not None else parser
+            group = parser.add_argument_group("megacp")
+            for flag in FLAGS:
+                if flag.name not in parser._option_string_actions:
+                    default = getattr(session().config, flag.field)
+                    group.add_argument(
+                        flag.name, metavar=flag.metavar, type=flag.read, default=default, help=flag.help
+                    )
+            return parser
+
+        parsed = original(with_our_flags, *args, **kwargs)
+        session().configure({flag.field: getattr(parsed, f"megacp_{flag.field}") for flag in FLAGS})
+        return parsed
+
+    return parse_args
+
+
+def validate_args(original: Function, session: Callable[[], Session]) -> Function:
+    """Check what the host would let pass or refuse without a reason, and switch off its S x S mask where ours is in force."""
+
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        cp = args.context_parallel_size
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        limits.check_sizes(args.world_size, cp, tp, pp)
+        if session().is_in_force(cp):
+            if getattr(args, "seq_length", None) is not None:
+                limits.check_sequence_length(
+                    args.seq_length, cp, session().layout_name, tp, args.sequence_parallel
+                )
+            if getattr(args, "reset_attention_mask", False) and not session().has_documents:
+                raise UnsupportedError(
+                    f"megacp: --reset-attention-mask with --context-parallel-size {cp}: the host ignores it there, and documents "
+                    "would see each other. Add --megacp-documents eod, which keeps them apart."
+                )
+            args.create_attention_mask_in_dataloader = False
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+def dataset_config(original: Function, session: Callable[[], Session]) -> Function:
+    """Learn which token ends a document from the host's own data configuration."""
+
+    def post_init(self: Any) -> None:
+        original(self)
+        eod = getattr(getattr(self, "tokenizer", None), "eod", None)
+        if isinstance(eod, int) and session().eod is None:
+            session().eod = eod
+
+    return post_init
+
+
+def initialize(original: Function, session: Callable[[], Session]) -> Function:
+    """Check the sizes before the first group is made; afterwards connect the pipeline's stages."""
+    signature = inspect.signature(original)
+
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        values = given.arguments
+        limits.check_sizes(
+            dist.get_world_size(),
+            values["context_parallel_size"],
+            values["tensor_model_parallel_size"],
+            values["pipeline_model_parallel_size"],
+        )
+        result = original(*args, **kwargs)
+        session().connect_pipeline(
+            parallel_state().get_pipeline_model_parallel_group(),
+            values.get("virtual_pipeline_model_parallel_size") or 1,
+        )
+        return result
+
+    return initialize_model_parallel
+
+
+def warm_up(original: Function, session: Callable[[], Session]) -> Function:
+    """Let the host's warm-up draw as many random numbers as at size 1; weights made after it must not depend on the size."""
+
+    def warm_up(*args: Any, **kwargs: Any) -> Any:
+        settings = sys.modules["megatron.training.global_vars"].get_args()
+        if settings.position_embedding_type != "learned_absolute":
+            return original(*args, **kwargs)
+        cp, settings.context_parallel_size = settings.context_parallel_size, 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            settings.context_parallel_size = cp
+
+    return warm_up
