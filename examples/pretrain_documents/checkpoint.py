@@ -1,4 +1,4 @@
-"""Checkpoints with megatron.core.dist_checkpointing, which can be loaded at other parallel sizes."""
+"""Checkpoints with megatron.core.dist_checkpointing: written whole or not at all, loaded at other parallel sizes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 def _metadata() -> dict[str, Any]:
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",  # so that dp, tp, pp and cp may change between runs
-        "distrib_optim_fully_reshardable_mem_efficient": False,
+        # Megatron's default. The data- and context-parallel sizes may change between runs; with the distributed
+        # optimizer the others may not, without it they may too. "fully_reshardable" cannot load into torch's Adam.
+        "distrib_optim_sharding_type": "dp_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -89,6 +89,8 @@ def steps(plan: Plan, rank: int) -> tuple[Step, ...]:
             grad_to=None if not on_the_way else owner if t == last else (rank + 1) % cp,
             grad_follows=spans[behind][0] <= t < spans[behind][1],
             grad_home=(rank + t) % cp if t > 0 and t == spans[rank][1] else None,
+            q_pieces=plan.layout.pieces[rank],
+            k_pieces=plan.layout.pieces[owner],
         )
         if t == 0 or step.blocks or step.sends or step.receives or on_the_way or step.grad_home is not None:
             out.append(step)

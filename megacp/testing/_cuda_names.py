@@ -1,12 +1,13 @@
 """Stand-ins for the names of torch.cuda, answered by the CPU.
 
-Nothing here changes torch. `names()` says which name should answer what, and `megacp.testing.cpu` puts the answers
-in place and takes them away again. The stand-ins keep to one rule: work is done when the call returns. So a stream
-has nothing to wait for, an event is the time at which it was recorded, and device memory is this process's memory.
+Nothing here changes torch. `names()` says which name should answer what, and `megacp.testing.cpu` puts the
+answers in place and takes them away again. The stand-ins keep to one rule: work is done when the call
+returns. So a stream has nothing to wait for, an event is the time at which it was recorded, and device memory
+is this process's memory.
 
 torch's own `_lazy_call`, `manual_seed` and `get_rng_state` are not replaced. They reach their device through
-`is_initialized`, `current_device` and `default_generators`, which are, so that they act on the CPU's generator also
-where a host imported them by value.
+`is_initialized`, `current_device` and `default_generators`, which are, so that they act on the CPU's
+generator also where a host imported them by value.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def current_memory(*_: Any, **__: Any) -> int:
 
 
 def peak_memory(*_: Any, **__: Any) -> int:
-    """Return the process's peak resident memory in bytes, since the last reset where the system can reset it."""
+    """Return the process's peak resident memory in bytes, since the last reset if the system can reset it."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with contextlib.suppress(
         OSError, IndexError, ValueError
@@ -125,9 +126,12 @@ def _is_available() -> bool:
 
 def _properties(*_: Any, **__: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(
-        name="cpu", major=_CAPABILITY[0], minor=_CAPABILITY[1], total_memory=_total_memory(),
-        multi_processor_count=os.cpu_count() or 1, warp_size=32, is_integrated=True, gcnArchName="",
-    )  # fmt: skip
+        name="cpu",
+        major=_CAPABILITY[0],
+        minor=_CAPABILITY[1],
+        total_memory=_total_memory(),
+        multi_processor_count=os.cpu_count() or 1,
+    )
 
 
 # Streams and events.
@@ -228,38 +232,47 @@ def _answer(value: Any) -> Callable[..., Any]:
 def names() -> dict[str, dict[str, Any]]:
     """Return {module: {name: what it answers}} for torch.cuda and the modules that define its names."""
     memory = {
-        "memory_allocated": current_memory, "memory_reserved": current_memory, "memory_cached": current_memory,
-        "max_memory_allocated": peak_memory, "max_memory_reserved": peak_memory, "max_memory_cached": peak_memory,
-        "reset_peak_memory_stats": _reset_peak_memory, "reset_max_memory_allocated": _reset_peak_memory,
-        "reset_max_memory_cached": _reset_peak_memory, "reset_accumulated_memory_stats": _answer(None),
-        "memory_stats": _memory_stats, "memory_summary": _memory_summary, "memory_snapshot": _answer([]),
-        "mem_get_info": lambda *_: (_total_memory() - current_memory(), _total_memory()),
-        "empty_cache": _answer(None), "set_per_process_memory_fraction": _answer(None),
-    }  # fmt: skip
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), current_memory),
+        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), peak_memory),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _reset_peak_memory),
+        **dict.fromkeys(("empty_cache", "set_per_process_memory_fraction"), _answer(None)),
+        "mem_get_info": lambda *_, **__: (_total_memory() - current_memory(), _total_memory()),
+        "memory_stats": _memory_stats,
+        "memory_summary": _memory_summary,
+        "memory_snapshot": _answer([]),
+    }
     streams = {"Stream": Stream, "ExternalStream": Stream, "Event": Event}
     device = {
-        "is_available": _is_available, "is_initialized": _answer(True), "init": _answer(None),
-        "device_count": lambda: _Devices.count(), "current_device": lambda: _Devices.current,
-        "set_device": _Devices.select, "_exchange_device": _Devices.exchange,
-        "_maybe_exchange_device": _Devices.exchange, "synchronize": _answer(None), "ipc_collect": _answer(None),
-        "get_device_name": _answer("cpu"), "get_device_capability": _answer(_CAPABILITY),
-        "get_device_properties": _properties, "can_device_access_peer": _answer(False),
-        "is_bf16_supported": _answer(True), "is_tf32_supported": _answer(False),
-        "is_current_stream_capturing": _answer(False), "default_generators": _Generators(),
-        "current_stream": _current_stream, "default_stream": _answer(_DEFAULT_STREAM), "set_stream": _set_stream,
-        "stream": _stream, "device_memory_used": current_memory, "utilization": _answer(0), "memory_usage": _answer(0),
-        "temperature": _answer(0), "power_draw": _answer(0), "clock_rate": _answer(0),
-        "set_sync_debug_mode": _answer(None), "get_sync_debug_mode": _answer(0),
-    }  # fmt: skip
+        **dict.fromkeys(("init", "synchronize", "ipc_collect", "set_sync_debug_mode"), _answer(None)),
+        **dict.fromkeys(("can_device_access_peer", "is_current_stream_capturing"), _answer(False)),
+        **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw"), _answer(0)),
+        **dict.fromkeys(("clock_rate", "get_sync_debug_mode"), _answer(0)),
+        **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), _Devices.exchange),
+        "is_available": _is_available,
+        "is_initialized": _answer(True),
+        "is_bf16_supported": _answer(True),
+        "device_count": _Devices.count,
+        "current_device": lambda: _Devices.current,
+        "set_device": _Devices.select,
+        "get_device_name": _answer("cpu"),
+        "get_device_capability": _answer(_CAPABILITY),
+        "get_device_properties": _properties,
+        "device_memory_used": current_memory,
+        "default_generators": _Generators(),
+        "current_stream": _current_stream,
+        "default_stream": _answer(_DEFAULT_STREAM),
+        "set_stream": _set_stream,
+        "stream": _stream,
+    }
     kinds = {f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in TENSOR_TYPES}
-    nvtx = {name: _answer(None) for name in ("range_push", "range_pop", "mark", "range_end")}
+    by_value = {name: device[name] for name in ("current_device", "device_count", "is_initialized")}
     return {
         "torch.cuda": {**device, **memory, **streams, **kinds},
         "torch.cuda.memory": memory,
         "torch.cuda.streams": streams,
-        "torch.cuda.random": {
-            name: device[name] for name in ("current_device", "device_count", "is_initialized")
-        },
-        "torch.cuda.graphs": {"is_current_stream_capturing": _answer(False)},
-        "torch.cuda.nvtx": {**nvtx, "range_start": _answer(0)},
+        "torch.cuda.random": by_value,
+        "torch.cuda.graphs": {"is_current_stream_capturing": device["is_current_stream_capturing"]},
+        "torch.cuda.nvtx": dict.fromkeys(
+            ("range_push", "range_pop", "range_start", "range_end", "mark"), _answer(0)
+        ),
     }

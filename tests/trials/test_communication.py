@@ -100,7 +100,13 @@ def _every_group_its_own_data(groups, method, form):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("world_size", "groups"),
-    [(4, [[0, 2], [1, 3]]), (4, [[2, 3]]), (4, [[3, 1], [0, 2]]), (4, [[1], [0, 2, 3]]), (6, [[1, 3, 5], [0, 4]])],
+    [
+        (4, [[0, 2], [1, 3]]),
+        (4, [[2, 3]]),
+        (4, [[3, 1], [0, 2]]),
+        (4, [[1], [0, 2, 3]]),
+        (6, [[1, 3, 5], [0, 4]]),
+    ],
 )
 def test_d50_groups_of_any_ranks_are_exact_and_nothing_crosses_them(world_size, groups, method, form):
     results = ranks.run(_every_group_its_own_data, world_size, groups, method, form)
@@ -184,12 +190,17 @@ def test_d52_recomputing_gives_the_same_bits(method):
                 same = [torch.equal(a, b) for a, b in zip(plain[rank], again[rank], strict=True)]
                 assert all(same), (recompute, reentrant)
     elsewhere = ranks.run(_recomputed, 2, method, "layer", False, True)
-    assert all(torch.equal(a, b) for rank in (0, 1) for a, b in zip(plain[rank], elsewhere[rank], strict=True))
+    assert all(
+        torch.equal(a, b) for rank in (0, 1) for a, b in zip(plain[rank], elsewhere[rank], strict=True)
+    )
 
 
 def _eval_between(method):
     """Train, evaluate another length without gradients, train: the second training step equals the first."""
-    cell, other = Cell(mask=("causal", 18), method=method), Cell(mask=("full", 10), method=method, heads=(6, 3))
+    cell, other = (
+        Cell(mask=("causal", 18), method=method),
+        Cell(mask=("full", 10), method=method, heads=(6, 3)),
+    )
     first = run_cell(cell)
     layout, rank = Layout.zigzag(10, dist.get_world_size()), dist.get_rank()
     with torch.no_grad():
@@ -218,7 +229,10 @@ def _beside_other_traffic(method, loops):
         if loop == loops // 2 and rank == 1:
             time.sleep(2)
         reduced, sent = torch.full((10_000,), float(rank + loop)), torch.full((10_000,), float(rank * loop))
-        works = [dist.all_reduce(reduced, group=dp_group, async_op=True), dist.broadcast(sent, 0, async_op=True)]
+        works = [
+            dist.all_reduce(reduced, group=dp_group, async_op=True),
+            dist.broadcast(sent, 0, async_op=True),
+        ]
         got = run_cell(cell, cp_group)
         for work in works if rank % 2 else works[::-1]:
             work.wait()
@@ -284,7 +298,10 @@ def _as_is_and_copied(method, dtype):
     x = inputs(Cell(dtype=dtype))
     got = []
     for copy in (False, True):
-        local = [layout.shard(x[name], rank).transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v", "d_out")]
+        local = [
+            layout.shard(x[name], rank).transpose(1, 2).contiguous().transpose(1, 2)
+            for name in ("q", "k", "v", "d_out")
+        ]
         assert not any(t.is_contiguous() for t in local)
         local = [t.contiguous() if copy else t for t in local]
         leaves = [t.detach().requires_grad_() for t in local[:3]]

@@ -93,7 +93,9 @@ def _two_models(method_a, method_b):
     return first, other, on_pair, all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize(("method_a", "method_b"), [("ring", "all_gather"), ("all_gather", "ring"), ("ring", "ring")])
+@pytest.mark.parametrize(
+    ("method_a", "method_b"), [("ring", "all_gather"), ("all_gather", "ring"), ("ring", "ring")]
+)
 def test_d19_one_model_leaves_nothing_for_the_next(method_a, method_b):
     results = ranks.run(_two_models, 4, method_a, method_b)
     a = Cell(mask=("causal", 32), heads=(8, 2), method=method_a)
@@ -138,7 +140,13 @@ def test_d61_attention_over_odd_lengths_is_exact(method, cp_size):
 
 def test_d63_offsets_of_any_integer_kind_mean_the_same():
     lists = [0, 5, 8, 16]
-    kinds = [lists, tuple(lists), torch.tensor(lists), torch.tensor(lists, dtype=torch.int32), torch.tensor(lists).numpy()]
+    kinds = [
+        lists,
+        tuple(lists),
+        torch.tensor(lists),
+        torch.tensor(lists, dtype=torch.int32),
+        torch.tensor(lists).numpy(),
+    ]
     masks = [Mask.documents(offsets) for offsets in kinds]
     assert all(mask == masks[0] and hash(mask) == hash(masks[0]) for mask in masks)
     layouts = [Layout.per_document(offsets, 2) for offsets in kinds]
@@ -157,7 +165,9 @@ def test_d63_offsets_that_cannot_be_right_are_refused_by_name(offsets):
 
 
 @pytest.mark.parametrize("cp_size", [0, -1, 2.0, True, None])
-@pytest.mark.parametrize("make", [Layout.zigzag, Layout.contiguous, lambda n, cp: Layout.per_document([0, n], cp)])
+@pytest.mark.parametrize(
+    "make", [Layout.zigzag, Layout.contiguous, lambda n, cp: Layout.per_document([0, n], cp)]
+)
 def test_d67_a_size_that_is_none_is_refused(make, cp_size):
     with pytest.raises(megacp.ConfigError, match="cp_size"):
         make(16, cp_size)
@@ -165,7 +175,12 @@ def test_d67_a_size_that_is_none_is_refused(make, cp_size):
 
 def test_d67_a_layout_for_four_on_six_ranks_and_on_three_is_refused_on_every_rank():
     for world_size in (3, 6):
-        _refused(world_size, ["cp_size 4", f"{world_size} ranks"], layout=Layout.zigzag(24, 4), mask=Mask.causal(24))
+        _refused(
+            world_size,
+            ["cp_size 4", f"{world_size} ranks"],
+            layout=Layout.zigzag(24, 4),
+            mask=Mask.causal(24),
+        )
 
 
 # -- D75: messages that mislead (Megatron-LM#1459, cosmos-predict2#92, TransformerEngine#1051) ---------------------------

@@ -798,9 +798,8 @@ def test_a_faulty_file_of_rows_is_refused_with_its_fault(tmp_path: Path, text: s
         load_rows(file, [seam()])
 
 
+@needs_toml
 def test_a_file_of_rows_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    if importlib.util.find_spec("tomllib") is None:
-        pytest.skip("python 3.10 has no TOML reader")
     with pytest.raises(SeamError, match=r"gone\.toml cannot be read: No such file"):
         load_rows(tmp_path / "gone.toml", [seam()])
 

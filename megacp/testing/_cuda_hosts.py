@@ -1,0 +1,239 @@
+"""What a Megatron asks of CUDA beside torch, and what it is given instead.
+
+Nothing here imports a host. Each patch is applied right after the host's own module has run, and only to what
+the module turns out to have. Two kinds stand here: what chooses or builds a CUDA kernel, and what breaks
+because without Transformer Engine and Apex a Megatron falls back to torch's norm and torch's Adam.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megacp.hosts.after_import import AfterImport
+from megacp.testing._changes import Changes
+
+__all__ = ["bridge"]
+
+
+def bridge(changes: Changes) -> str:
+    """Patch the hosts' modules that are imported, and the others when they are; return a line of report."""
+    finder = _HostFinder(changes)
+    sys.meta_path.insert(0, finder)
+    changes.undo(functools.partial(sys.meta_path.remove, finder))
+    for name in _PATCHES:
+        if name in sys.modules:
+            finder.patch(name, sys.modules[name])
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    quiet = _Quiet()
+    logger.addFilter(quiet)
+    changes.undo(functools.partial(logger.removeFilter, quiet))
+    return f"hosts: {len(_PATCHES)} modules of a Megatron, each patched and listed here once it is imported"
+
+
+class _Quiet(logging.Filter):
+    """Drops the warning that drawing from the device's generator moved the CPU's: here they are one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+# Kernels.
+
+
+def _fused_kernels(changes: Changes, module: ModuleType) -> str:
+    """Look for no nvcc: the loader does so even where it has nothing left to build."""
+    changes.attribute(module, "load", lambda *_, **__: None)
+    return "load() builds nothing"
+
+
+# Arguments that choose a CUDA kernel, and the value with which Megatron computes the same thing without one.
+_ARGUMENTS = {
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
+    "no_persist_layer_norm": True,
+    "memory_efficient_layer_norm": False,
+}
+
+
+def _arguments(changes: Changes, module: ModuleType) -> str:
+    """Have the arguments choose no CUDA kernel, whatever the command line says; rank 0 says what changed."""
+    original = module.validate_args
+
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        found = {name: getattr(args, name) for name in _ARGUMENTS if hasattr(args, name)}
+        changed = {name: value for name, value in found.items() if value != _ARGUMENTS[name]}
+        if changes.in_force and changed:
+            vars(args).update({name: _ARGUMENTS[name] for name in changed})
+            line = ", ".join(f"{name}={_ARGUMENTS[name]} (was {value})" for name, value in changed.items())
+            changes.lines.append(f"arguments: {line}")
+            if os.environ.get("RANK", "0") == "0":
+                print(f"megacp: no CUDA kernel runs on a CPU, so {line}.", file=sys.stderr, flush=True)
+        return original(args, *rest, **kwargs)
+
+    for holder in list(sys.modules.values()):  # a late install finds it imported by value elsewhere
+        if getattr(holder, "__dict__", {}).get("validate_args") is original:
+            changes.attribute(holder, "validate_args", validate_args)
+    return "the arguments choose no CUDA kernel"
+
+
+# Modules that import triton whether it is there or not, for kernels that run only when they are asked for.
+_IMPORT_TRITON = ("megatron.core.transformer.custom_layers.batch_invariant_kernels",)
+
+
+class _Triton(ModuleType):
+    """Enough of triton to define kernels with, and nothing to run them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []  # a package, so that its submodules can be asked for
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Triton(f"{self.__name__}.{name}")
+
+    def __call__(self, *args: Any, **_: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else self
+
+
+@contextlib.contextmanager
+def _triton_to_import() -> Iterator[None]:
+    """Let `import triton` succeed in this block where triton is not installed."""
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    sys.modules["triton"] = triton = _Triton("triton")
+    sys.modules["triton.language"] = triton.language
+    try:
+        yield
+    finally:
+        del sys.modules["triton"], sys.modules["triton.language"]
+
+
+# Fallbacks.
+
+
+def _torch_norm(changes: Changes, module: ModuleType) -> str:
+    """Build torch's norm for sequence parallelism too, with the mark that Megatron's own norms set.
+
+    By that mark Megatron sums the parameters' gradients over the tensor-parallel group.
+    """
+    norm = module.WrappedTorchNorm
+    original = norm.__new__
+
+    @functools.wraps(original)
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        is_parallel = config.sequence_parallel
+        config.sequence_parallel = False
+        try:
+            built = original(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = is_parallel
+        for parameter in built.parameters():
+            parameter.sequence_parallel = is_parallel
+        return built
+
+    changes.attribute(norm, "__new__", staticmethod(new))
+    return "torch's norms work with sequence parallelism"
+
+
+def _torch_adam(changes: Changes, module: ModuleType) -> str:
+    """Let the distributed optimizer load a checkpoint into torch's Adam, and into float32 parameters.
+
+    Before it loads, Megatron reads the number of steps from Adam's state, and torch makes none before the
+    first step. Then it gives all parameters one step tensor, which Adam would count up once for each;
+    overwrites the step that it loaded with the one from before; or misses it, since the checkpoint holds it
+    once and not for each parameter. And the shards of float32 parameters are views that autograd lets nobody
+    write to.
+    """
+    optimizer = module.DistributedOptimizer
+    describe, load = optimizer.state_dict, optimizer.load_state_dict
+    set_states = getattr(optimizer, "_set_main_param_and_optimizer_states", None)
+
+    @functools.wraps(describe)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        adam = self.optimizer
+        if isinstance(adam, torch.optim.Adam) and not adam.state:
+            for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+                adam.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        return describe(self, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            loaded = load(self, *args, **kwargs)
+        for state in getattr(self.optimizer, "state", {}).values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+        return loaded
+
+    changes.attribute(optimizer, "state_dict", state_dict)
+    changes.attribute(optimizer, "load_state_dict", load_state_dict)
+    if set_states is not None:
+
+        def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+            own = self._get_main_param_and_optimizer_states(model_param)
+            if "step" in own:
+                tensors = {**tensors, "step": own["step"]}
+            return set_states(self, model_param, tensors)
+
+        changes.attribute(
+            optimizer, "_set_main_param_and_optimizer_states", set_main_param_and_optimizer_states
+        )
+    return "the distributed optimizer loads checkpoints into torch's Adam and float32 parameters"
+
+
+_PATCHES: dict[str, Callable[[Changes, ModuleType], str]] = {
+    "megatron.arguments": _arguments,
+    "megatron.core.optimizer.distrib_optimizer": _torch_adam,
+    "megatron.core.transformer.torch_norm": _torch_norm,
+    "megatron.fused_kernels": _fused_kernels,
+    "megatron.legacy.fused_kernels": _fused_kernels,
+    "megatron.training.arguments": _arguments,
+}
+
+
+class _HostFinder(AfterImport):
+    """Patches the modules of the table when they have run; offers triton to those that cannot be without."""
+
+    def __init__(self, changes: Changes) -> None:
+        super().__init__((*_PATCHES, *_IMPORT_TRITON), self.patch)
+        self._changes = changes
+
+    def patch(self, name: str, module: ModuleType) -> None:
+        """Patch a module that has run."""
+        if self._changes.in_force and name in _PATCHES:
+            self._changes.lines.append(f"{name}: {_PATCHES[name](self._changes, module)}")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = super().find_spec(fullname, path, target)
+        if spec is not None and fullname in _IMPORT_TRITON:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                with _triton_to_import():
+                    execute(module)
+
+            loader.exec_module = exec_module
+        return spec

@@ -1,0 +1,71 @@
+"""Run the example's training loop inside a pool of ranks, hooked or never hooked, and hold two runs against each other."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pretrain_documents"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training left behind: a record a step, and its parameters by shard and name."""
+
+    records: list[dict[str, Any]]
+    parameters: dict[str, dict[str, torch.Tensor]]
+
+
+def train_here(argv: list[str], settings: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Train in this rank. settings: of megacp.Config, or None to run without megacp."""
+    import megacp
+    from megacp.config import Config
+    from megacp.testing import cpu
+
+    cpu.install()
+    megacp.uninstall()
+    if settings is not None:
+        megacp.install(Config(report="off", **settings))
+    if str(EXAMPLE) not in sys.path:
+        sys.path.insert(0, str(EXAMPLE))
+    import pretrain
+
+    try:
+        return pretrain.main(argv)
+    finally:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+
+
+def read_run(records: list[dict[str, Any]], folder: Path) -> Run:
+    files = sorted(folder.glob("*.pt"))
+    return Run(records, {f.name: torch.load(f, weights_only=True) for f in files})
+
+
+def differences(a: Run, b: Run) -> dict[str, float]:
+    """Largest relative differences of losses, gradient norms and parameters."""
+    assert len(a.records) == len(b.records) > 0
+    assert a.parameters.keys() == b.parameters.keys() and a.parameters
+
+    def apart(x: float, y: float) -> float:
+        return abs(x - y) / max(abs(x), abs(y))
+
+    out = {
+        "loss": max(apart(x["loss"], y["loss"]) for x, y in zip(a.records, b.records, strict=True)),
+        "grad_norm": max(
+            apart(x["grad_norm"], y["grad_norm"]) for x, y in zip(a.records, b.records, strict=True)
+        ),
+        "parameter": 0.0,
+    }
+    for shard, tensors in a.parameters.items():
+        assert tensors.keys() == b.parameters[shard].keys()
+        for name, value in tensors.items():
+            other = b.parameters[shard][name]
+            gap = float((value.double() - other.double()).norm() / value.double().norm().clamp(min=1e-30))
+            out["parameter"] = max(out["parameter"], gap)
+    return out

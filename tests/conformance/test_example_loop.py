@@ -1,0 +1,190 @@
+"""The example's loop over megatron-core: the same training at every context-parallel size.
+
+float64 wherever the host allows it (rel 1e-9): its gradient clipping and its distributed optimizer take float32 at most, so
+those are held to rel 1e-5 in float32. The runs without context parallelism and without documents are never hooked.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megacp.testing import ranks
+from tests.conformance.loop import EXAMPLE, Run, differences, read_run, train_here
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'megacp[megatron]'")
+
+STEPS = 6
+SEQ = 64
+
+
+class Trainings:
+    """Trains each configuration once and keeps what came out."""
+
+    def __init__(self, corpus: Path, folder: Path) -> None:
+        self.corpus, self.folder = corpus, folder
+        self.done: dict[tuple[str, ...], Run] = {}
+
+    def run(
+        self, *flags: str, ranks_used: int = 1, dtype: str = "float64", hooked: bool = True, **settings: str
+    ) -> Run:
+        key = (*flags, str(ranks_used), dtype, str(hooked), *map(str, sorted(settings.items())))
+        if key not in self.done:
+            out = self.folder / str(len(self.done))
+            argv = [
+                *("--data-path", str(self.corpus), "--tokenizer-model", f"{self.corpus}.model"),
+                *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
+                *("--group-query-attention", "--num-query-groups", "2", "--seq-length", str(SEQ)),
+                *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", str(STEPS)),
+                *("--lr", "1e-2", "--split", "100,0,0", "--use-cpu-initialization", "--params-dtype", dtype),
+                *("--log-interval", "1000", "--dump-parameters", str(out), *flags),
+            ]
+            if dtype == "float64":
+                argv += ["--clip-grad", "0"]
+            records = ranks.run(train_here, ranks_used, argv, settings if hooked else None, timeout=120.0)
+            self.done[key] = read_run(records[0], out)
+        return self.done[key]
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
+    folder = tmp_path_factory.mktemp("loop")
+    tool = EXAMPLE.parents[1] / "tools" / "preprocess_documents.py"
+    flags = [
+        "--stdlib",
+        "--max-bytes",
+        "200000",
+        "--train-tokenizer",
+        "--vocab-size",
+        "512",
+        "--workers",
+        "1",
+    ]
+    command = [sys.executable, str(tool), *flags, "--output-prefix", str(folder / "corpus")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks.shutdown()
+    yield Trainings(folder / "corpus", folder / "runs")
+    ranks.shutdown()  # these workers run under the CPU runtime; other tests start afresh
+
+
+def cp(size: int) -> tuple[str, str]:
+    return ("--context-parallel-size", str(size))
+
+
+def assert_same(a: Run, b: Run, bound: float) -> None:
+    found = differences(a, b)
+    assert max(found.values()) <= bound, found
+    assert len(a.records) == STEPS
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("comm", ["p2p", "all_gather"])
+def test_training_at_any_size_is_the_never_hooked_training_float64(
+    trainings: Trainings, size: int, comm: str
+) -> None:
+    alone = trainings.run(hooked=False)
+    assert_same(alone, trainings.run(*cp(size), "--cp-comm-type", comm, ranks_used=size), 1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_training_with_documents_is_the_same_at_any_size_float64(trainings: Trainings, size: int) -> None:
+    alone = trainings.run(documents="eod")
+    assert_same(alone, trainings.run(*cp(size), ranks_used=size, documents="eod"), 1e-9)
+
+
+def test_documents_change_the_training(trainings: Trainings) -> None:
+    assert differences(trainings.run(documents="eod"), trainings.run(hooked=False))["loss"] > 1e-3
+
+
+def test_documents_by_positions_are_those_by_eod(trainings: Trainings) -> None:
+    by_eod = trainings.run("--reset-position-ids", *cp(2), ranks_used=2, documents="eod")
+    by_positions = trainings.run("--reset-position-ids", *cp(2), ranks_used=2, documents="positions")
+    assert_same(by_eod, by_positions, 1e-12)
+
+
+def test_contiguous_layout_trains_the_same_float64(trainings: Trainings) -> None:
+    alone = trainings.run(documents="eod")
+    assert_same(alone, trainings.run(*cp(2), ranks_used=2, documents="eod", layout="contiguous"), 1e-9)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        ("--recompute-granularity", "selective"),
+    ],
+)
+def test_recompute_trains_the_same_float64(trainings: Trainings, flags: tuple[str, ...]) -> None:
+    alone = trainings.run(documents="eod")
+    assert_same(alone, trainings.run(*cp(2), *flags, ranks_used=2, documents="eod"), 1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("per_token", [(), ("--calculate-per-token-loss",)])
+def test_answer_only_mask_trains_the_same_float64(
+    trainings: Trainings, size: int, per_token: tuple[str, ...]
+) -> None:
+    alone = trainings.run("--answer-only", *per_token, hooked=False)
+    assert_same(alone, trainings.run("--answer-only", *per_token, *cp(size), ranks_used=size), 1e-9)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_mask_that_leaves_one_rank_no_token_trains_the_same_float64(
+    trainings: Trainings, layout: str
+) -> None:
+    middle = ("--loss-mask-range", "16", "48")  # zigzag over 2: rank 0 holds 0-15 and 48-63
+    first_half = ("--loss-mask-range", "0", "32")
+    flags = middle if layout == "zigzag" else first_half
+    alone = trainings.run(*flags, hooked=False)
+    assert_same(alone, trainings.run(*flags, *cp(2), ranks_used=2, layout=layout), 1e-9)
+
+
+def test_learned_positions_train_the_same_float64(trainings: Trainings) -> None:
+    learned = ("--position-embedding-type", "learned_absolute")
+    alone = trainings.run(*learned, hooked=False)
+    for size in (2, 4):
+        assert_same(alone, trainings.run(*learned, *cp(size), ranks_used=size), 1e-9)
+
+
+@pytest.mark.parametrize("documents", ["off", "eod"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tensor-model-parallel-size", "2"),
+        ("--pipeline-model-parallel-size", "2"),
+        ("--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "1"),
+        (),  # data parallel 2
+    ],
+    ids=["tp2", "pp2", "pp2 interleaved", "dp2"],
+)
+def test_context_parallel_beside_another_axis_trains_the_same_float64(
+    trainings: Trainings, flags: tuple[str, ...], documents: str
+) -> None:
+    if "--virtual-pipeline-model-parallel-size" in flags:
+        flags = (*flags[:-1], "2", "--num-layers", "4")
+    alone = trainings.run(*flags, ranks_used=2, hooked=documents != "off", documents=documents)
+    both = trainings.run(*flags, *cp(2), ranks_used=4, documents=documents)
+    assert_same(alone, both, 1e-9)
+
+
+def test_distributed_optimizer_trains_the_same_float32(trainings: Trainings) -> None:
+    # Without biases: the gradient of a key's bias is 0 but for rounding (softmax does not see it), and Adam makes steps of noise.
+    plain = ("--disable-bias-linear", "--lr", "1e-3")
+    flags = ("--use-distributed-optimizer", *plain)
+    alone = trainings.run(*flags, ranks_used=2, dtype="float32", documents="eod")
+    assert_same(alone, trainings.run(*flags, *cp(2), ranks_used=4, dtype="float32", documents="eod"), 1e-5)
+    one = trainings.run(*plain, dtype="float32", documents="eod")
+    assert_same(one, trainings.run(*flags, *cp(4), ranks_used=4, dtype="float32", documents="eod"), 1e-5)
+
+
+def test_hooked_once_and_taken_out_again_leaves_no_trace(trainings: Trainings) -> None:
+    before = trainings.run(hooked=False)
+    trainings.run(*cp(2), ranks_used=2)
+    trainings.done.pop(next(k for k in trainings.done if "False" in k and len(k) == 3))
+    after = trainings.run(hooked=False)
+    assert differences(before, after) == {"loss": 0.0, "grad_norm": 0.0, "parameter": 0.0}
