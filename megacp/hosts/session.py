@@ -27,7 +27,7 @@ class Session:
         config: the user's settings. table: gives the report's table of seams.
         eod: the token that ends a document, once known. method: of the model's attention.
         mailboxes: for each model-chunk family (by pipeline group) the document starts on their way.
-        facts: lines for the report, in the order in which they became known.
+        facts: lines for the report, in the order in which they became known. forwards: micro-batches seen.
     """
 
     config: Config
@@ -38,6 +38,7 @@ class Session:
     mailbox: Mailbox | None = None
     facts: dict[str, str] = field(default_factory=dict)
     is_announced: bool = False
+    forwards: int = 0
 
     def __post_init__(self) -> None:
         if self.eod is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megacp import kernels, methods, sharding
+from megacp import comm, kernels, methods, sharding
 from megacp.errors import ShapeError, UnsupportedError
 from megacp.groups import Group
 from megacp.hosts import limits
@@ -73,6 +73,7 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
                     f"megacp: the model was called with {name}, which context parallelism over {group.size} ranks does not offer "
                     f"yet ({_WHY_NOT[name]}). Use --context-parallel-size 1 for it."
                 )
+        _check_same_sample(batch, group, session())
         split = _split(self, batch, session(), group)
         _check_dense_mask(batch.get("attention_mask"), split.mask)
         if session().has_documents and isinstance(batch.get("loss_mask"), torch.Tensor):
@@ -127,6 +128,31 @@ def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> Spl
     else:
         starts = mailbox.get(chunk, rows, seq_len)
     return Split(layout, document_mask(starts), group)
+
+
+def _check_same_sample(batch: dict[str, Any], group: Group, run: Session) -> None:
+    """Compare a fingerprint of the batch over the group, at the first micro-batch and every hundredth after it.
+
+    Raises: ShapeError naming the ranks that hold something else, on every rank.
+    """
+    due, run.forwards = run.forwards % 100 == 0, run.forwards + 1
+    tokens = [batch[name] for name in ("input_ids", "labels") if isinstance(batch.get(name), torch.Tensor)]
+    if group.size == 1 or not due or not tokens:
+        return
+    mine = torch.zeros(4, dtype=torch.int64, device=tokens[0].device)
+    for x in tokens:
+        weights = torch.arange(1, x.numel() + 1, device=x.device) % 8191
+        mine += torch.stack(
+            [torch.tensor(n, device=x.device) for n in x.shape] + [x.sum(), (x.flatten() * weights).sum()]
+        )
+    everyone = comm.all_gather(group, mine, "the comparison of the batch")
+    others = [rank for rank in range(group.size) if not torch.equal(everyone[rank], everyone[0])]
+    if others:
+        raise ShapeError(
+            f"megacp: context-parallel ranks {[0, *others]} do not all hold the same batch: ranks {others} differ from rank 0 (shapes "
+            f"{[tuple(row[:2].tolist()) for row in everyone]}, tokens or labels unequal). Each must load the whole sequence of its "
+            "data-parallel rank. Either the data loader goes by the rank in the world, or something else splits the batch already."
+        )
 
 
 _causal = functools.lru_cache(maxsize=16)(Mask.causal)
