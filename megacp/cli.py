@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(words)
     except MegacpError as error:
         _print_refusal(error)
+        _let_the_others_speak()
         if _could_hang():
             sys.stdout.flush()
             os._exit(1)
@@ -204,6 +206,15 @@ def _print_refusal(error: MegacpError) -> None:
     # One write, so that the lines of several ranks do not mix.
     sys.stderr.write(f"megacp [rank {_rank()}]: {str(error).removeprefix('megacp: ')}\n")
     sys.stderr.flush()
+
+
+def _let_the_others_speak() -> None:
+    """Wait a moment before leaving: torchrun ends every other rank as soon as one has failed, said or unsaid."""
+    if (_integer(os.environ.get("WORLD_SIZE")) or 1) > 1:
+        time.sleep(_MOMENT_S)
+
+
+_MOMENT_S = 5.0
 
 
 def _could_hang() -> bool:

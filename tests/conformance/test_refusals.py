@@ -1,0 +1,251 @@
+"""What the Megatron host is refused: one clear error on every rank, before anything is computed, and a quick end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacp.testing import ranks
+from tests.conformance.loop import EXAMPLE
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'megacp[megatron]'")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# -- from the command line ------------------------------------------------------------------------------------------------
+
+
+def launched(world: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Start the example under torchrun with flags that are to be refused; the data need not exist."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    script = [
+        "-m",
+        "megacp",
+        str(EXAMPLE / "pretrain.py"),
+        "--data-path",
+        "none",
+        "--tokenizer-model",
+        "none",
+    ]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [*command, *script, *flags],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "words"),
+    [
+        (2, ("--context-parallel-size", "0"), ("--context-parallel-size", "'0'", "1 or more")),
+        (4, ("--context-parallel-size", "3"), ("--context-parallel-size", "3", "4 ranks", "1, 2, 4")),
+        (
+            2,
+            ("--context-parallel-size", "2", "--megacp-layout", "zigzga"),
+            ("--megacp-layout", "zigzag, contiguous"),
+        ),
+        (2, ("--context-parallel-size", "2", "--megacp-document", "eod"), ("--megacp-documents",)),
+    ],
+    ids=["size 0", "3 in a world of 4", "unknown layout", "unknown flag"],
+)
+def test_a_wrong_command_line_is_one_message_on_every_rank(
+    world: int, flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    begin = time.monotonic()
+    done = launched(world, *flags)
+    assert done.returncode != 0 and time.monotonic() - begin < 60
+    for rank in range(world):
+        lines = [line for line in done.stderr.splitlines() if line.startswith(f"megacp [rank {rank}]: ")]
+        assert len(lines) == 1, done.stderr[-3000:]
+        assert all(word in lines[0] for word in words), lines[0]
+    assert "Traceback" not in done.stderr.partition("torch/distributed")[0]
+
+
+# -- in a loop of one's own -----------------------------------------------------------------------------------------------
+
+
+def refusal(what: str) -> tuple[str, str]:
+    """Do one thing in this rank that is to be refused; give the error's type and text, and check nothing else happened."""
+    import megacp
+    from megacp.config import Config
+    from megacp.testing import cpu
+
+    cpu.install()
+    documents = "off" if what not in ("documents without tokenizer",) else "eod"
+    megacp.install(Config(report="off", documents=documents))
+    from megatron.core import parallel_state
+
+    try:
+        ACTIONS[what]()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        parallel_state.destroy_model_parallel()
+        megacp.uninstall()
+    return "nothing was refused", ""
+
+
+def groups(size: int = 2, **more: Any) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(context_parallel_size=size, **more)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def config(**settings: Any) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    plain = {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    return TransformerConfig(
+        **{**plain, "context_parallel_size": 2, "use_cpu_initialization": True, **settings}
+    )
+
+
+def gpt(**settings: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    groups()
+    return GPTModel(
+        config(**settings),
+        get_gpt_layer_local_spec(),
+        vocab_size=32,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+    )
+
+
+def call(length: int = 16, different: bool = False, **more: Any) -> None:
+    """Call a model with a batch of one row; ``different``: each rank has tokens of its own."""
+    import torch.distributed as dist
+
+    model = gpt()
+    tokens = torch.arange(length)[None] % 32 + (dist.get_rank() if different else 0)
+    positions = torch.arange(length)[None]
+    model(tokens, positions, more.pop("attention_mask", None), labels=tokens, **more)
+
+
+def a_layer_of_its_own() -> None:
+    """An attention layer in a model whose entry is not hooked."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    groups()
+    attention = DotProductAttention(config(), 1, AttnMaskType.causal, "self")
+    x = torch.zeros(8, 1, 2, 8)
+    attention(x, x, x, None)
+
+
+def hidden(length: int, *, future: bool) -> torch.Tensor:
+    """A mask in Megatron's sense, True is hidden: plain causal, or one that also hides the first token from the last half."""
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+    if not future:
+        mask[length // 2 :, 0] = True
+    return mask[None, None]
+
+
+def mamba() -> None:
+    from megatron.core.models.mamba.mamba_model import MambaModel
+
+    groups()
+    MambaModel(config(), None, vocab_size=32, max_sequence_length=64)
+
+
+def inference() -> None:
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    call(inference_context=StaticInferenceContext(1, 16))
+
+
+ACTIONS = {
+    "size 0": lambda: groups(0),
+    "size 3": lambda: groups(3),
+    "unknown method": lambda: gpt(cp_comm_type="telepathy"),
+    "method per layer": lambda: gpt(num_layers=2, cp_comm_type=["p2p", "all_gather"]),
+    "attention dropout": lambda: gpt(attention_dropout=0.1),
+    "hidden dropout": lambda: gpt(hidden_dropout=0.1),
+    "experts": lambda: gpt(num_moe_experts=2),
+    "multi-token prediction": lambda: gpt(mtp_num_layers=1),
+    "mamba": mamba,
+    "inference": inference,
+    "length": lambda: call(length=14),
+    "dense mask": lambda: call(attention_mask=hidden(16, future=False)),
+    "different batches": lambda: call(different=True),
+    "a layer of its own": a_layer_of_its_own,
+    "documents without tokenizer": call,
+}
+
+EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "size 0": ("ConfigError", ("--context-parallel-size is 0", "at least 1")),
+    "size 3": ("ConfigError", ("--context-parallel-size 3", "2 ranks", "divides 2")),
+    "unknown method": ("ConfigError", ("'telepathy'", "all_gather", "ring", "p2p = ring")),
+    "method per layer": ("UnsupportedError", ("--cp-comm-type p2p all_gather",)),
+    "attention dropout": ("UnsupportedError", ("attention_dropout is 0.1", "--attention-dropout 0")),
+    "hidden dropout": ("UnsupportedError", ("hidden_dropout is 0.1", "--hidden-dropout 0")),
+    "experts": ("UnsupportedError", ("num_moe_experts is 2",)),
+    "multi-token prediction": ("UnsupportedError", ("mtp_num_layers is 1",)),
+    "mamba": ("UnsupportedError", ("MambaModel", "GPTModel")),
+    "inference": ("UnsupportedError", ("inference_context", "--context-parallel-size 1")),
+    "length": ("ConfigError", ("sequence length 14", "2 * 2 = 4", "--seq-length 16")),
+    "dense mask": ("UnsupportedError", ("attention_mask", "--megacp-documents")),
+    "different batches": ("ShapeError", ("ranks [0, 1]", "same batch", "data-parallel")),
+    "a layer of its own": ("UnsupportedError", ("GPTModel", "size 2")),
+    "documents without tokenizer": ("ConfigError", ("--megacp-eod-token",)),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_workers() -> Any:
+    ranks.shutdown()
+    yield
+    ranks.shutdown()
+
+
+@pytest.mark.parametrize("what", ACTIONS)
+def test_what_cannot_be_exact_is_refused_alike_on_every_rank(what: str) -> None:
+    kind, words = EXPECTED[what]
+    found = ranks.run(refusal, 2, what, timeout=60)
+    assert found[0] == found[1] and found[0][0] == kind, found
+    assert all(word in found[0][1] for word in words), found[0][1]
+    assert re.match("megacp: ", found[0][1])
+
+
+def causal_mask_is_accepted() -> float:
+    import megacp
+    from megacp.config import Config
+    from megacp.testing import cpu
+
+    cpu.install()
+    megacp.install(Config(report="off"))
+    torch.manual_seed(0)
+    model = gpt()
+    tokens = torch.arange(16)[None]
+    with_mask = model(tokens, tokens, hidden(16, future=True), labels=tokens)
+    without = model(tokens, tokens, None, labels=tokens)
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    megacp.uninstall()
+    return float((with_mask - without).abs().max())
+
+
+def test_a_plain_causal_mask_of_the_host_equals_none() -> None:
+    assert ranks.run(causal_mask_is_accepted, 2) == [0.0, 0.0]
