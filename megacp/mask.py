@@ -123,6 +123,53 @@ class Mask:
         ]
         return _make(f"prefix {prefix}, then causal", seq_len, rows)
 
+    @staticmethod
+    def from_dense(visible: torch.Tensor) -> Mask:
+        """Read a mask that somebody has spelled out, True where a query (first dim) may see a key, bool [G, G].
+
+        Reads G x G values, so it is for masks of other systems and for small cases. What is not made of few straight edges becomes
+        many slices.
+        Raises: ConfigError for another shape or dtype.
+        """
+        table = (
+            np.asarray(visible.detach().cpu()) if isinstance(visible, torch.Tensor) else np.asarray(visible)
+        )
+        if table.dtype != bool or table.ndim != 2 or table.shape[0] != table.shape[1] or not table.size:
+            raise ConfigError(
+                f"megacp: a dense mask must be bool [G, G], True where a key is visible, not {table.dtype} {table.shape}."
+            )
+        return _make("dense", len(table), _slices_of(table))
+
+    def with_spans(self, spans: Any) -> Mask:
+        """Let the tokens of each span see each other in both directions, as images do inside causal text.
+
+        Args:
+            spans: pairs (start, stop) of global positions; or a list of such lists, one for each row of the batch.
+        Raises: ConfigError for spans that overlap, leave the sequence, or whose tokens may not all see what is before them in the span
+            (a span over two documents, or wider than a window).
+        """
+        nested = bool(len(spans)) and not isinstance(spans[0][0] if len(spans[0]) else (), (int, np.integer))
+        rows = [sorted(map(tuple, row)) for row in spans] if nested else [sorted(map(tuple, spans))]
+        batch = self.rows or (len(rows) if nested else None)
+        if nested and len(rows) != batch:
+            raise ConfigError(f"megacp: spans for {len(rows)} rows do not fit a mask of {batch} rows.")
+        out = []
+        for row in range(batch or 1):
+            base = self._of_row(row)
+            own = rows[row] if nested else rows[0]
+            _check_spans(own, base, self.seq_len)
+            out.append(base.copy())
+            out.append(np.array([(0, a, b, a, b, 1, UNBOUNDED) for a, b in own], np.int64).reshape(-1, 7))
+            for part in out[-2:]:
+                part[:, 0] = row if batch else ALL_ROWS
+        return _make(
+            f"{self.kind}, {sum(map(len, rows))} spans seen both ways",
+            self.seq_len,
+            np.concatenate(out),
+            batch,
+            self.offsets,
+        )
+
     def within(self, left: int | None, right: int | None) -> Mask:
         """Add a sliding window: at most ``left`` keys before the query and ``right`` after it (None: no bound).
 
@@ -242,6 +289,75 @@ def pairs(slices: np.ndarray) -> np.ndarray:
 
     counts: np.ndarray = np.where((q1 > q0) & (k1 > k0) & (hi >= lo), up_to(hi) - up_to(lo - 1), 0)
     return counts
+
+
+def _check_spans(spans: list[tuple[int, ...]], slices: np.ndarray, seq_len: int) -> None:
+    last = 0
+    for span in spans:
+        if len(span) != 2 or not last <= span[0] <= span[1] <= seq_len:
+            raise ConfigError(
+                f"megacp: span {span} overlaps the one before it or leaves the sequence of {seq_len} tokens. Give (start, stop) pairs."
+            )
+        start, last = span
+        inside = slices.copy()
+        for low, high in ((1, 2), (3, 4)):
+            inside[:, low] = np.maximum(inside[:, low], start)
+            inside[:, high] = np.minimum(inside[:, high], last)
+        inside[:, 6] = np.minimum(inside[:, 6], 0)
+        above = slices.copy()
+        above[:, 5] = np.maximum(above[:, 5], 1)
+        size = last - start
+        if pairs(inside).sum() != size * (size + 1) // 2 or pairs(above).sum():
+            raise ConfigError(
+                f"megacp: span {span} cannot be seen both ways: the mask must be causal, and let each of its tokens see all before it in "
+                "the span. Keep spans inside one document, and out of windows."
+            )
+
+
+def _slices_of(table: np.ndarray) -> list[tuple[int, ...]]:
+    """Cover the True values by slices: runs of rows whose edges stand still or move one key a row."""
+    open_runs: list[
+        list[int]
+    ] = []  # first row, start, stop in the first row, then how both edges move (-1: not known yet)
+    done: list[tuple[int, ...]] = []
+
+    def close(run: list[int], stop_row: int) -> None:
+        first, start, stop, start_moves, stop_moves = run
+        height = stop_row - first - 1
+        lo = start - first if start_moves == 1 else -UNBOUNDED
+        hi = stop - 1 - first if stop_moves == 1 else UNBOUNDED
+        done.append((ALL_ROWS, first, stop_row, start, stop + height * (stop_moves == 1), lo, hi))
+
+    for index, row in enumerate(table):
+        edges = np.flatnonzero(np.diff(np.r_[False, row, False].astype(np.int8)))
+        intervals = list(map(tuple, edges.reshape(-1, 2).tolist()))
+        going_on = []
+        for run in open_runs:
+            first, start, stop, start_moves, stop_moves = run
+            age = index - first
+            fits = [
+                (a, b)
+                for a, b in intervals
+                if a - start in ((0, 1) if start_moves < 0 else (age * start_moves,))
+                and b - stop in ((0, 1) if stop_moves < 0 else (age * stop_moves,))
+            ]
+            if fits:
+                intervals.remove(fits[0])
+                going_on.append(
+                    [
+                        first,
+                        start,
+                        stop,
+                        fits[0][0] - start if age == 1 else start_moves,
+                        fits[0][1] - stop if age == 1 else stop_moves,
+                    ]
+                )
+            else:
+                close(run, index)
+        open_runs = going_on + [[index, a, b, -1, -1] for a, b in intervals]
+    for run in open_runs:
+        close(run, len(table))
+    return done
 
 
 def _make(

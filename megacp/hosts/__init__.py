@@ -32,7 +32,7 @@ def install(config: Config | None = None) -> None:
         if config is not None and _session is not None:
             _session.configure(vars(config))
         return
-    _session = Session(config or Config(), _table)
+    _session = Session(config or Config(), _table, _check)
     set_deadline(_session.config.timeout_s)
     _forget_rotary_tables()
     _seams = Seams(
@@ -62,6 +62,11 @@ def report() -> str:
 def _current() -> Session:
     assert _session is not None, "a seam ran without a session"
     return _session
+
+
+def _check() -> None:
+    assert _seams is not None
+    _seams.check()
 
 
 def _table() -> str:

@@ -25,6 +25,7 @@ class Session:
 
     Attributes:
         config: the user's settings. table: gives the report's table of seams.
+        check: refuses to go on without a seam that is needed.
         eod: the token that ends a document, once known. method: of the model's attention.
         mailboxes: for each model-chunk family (by pipeline group) the document starts on their way.
         facts: lines for the report, in the order in which they became known. forwards: micro-batches seen.
@@ -32,6 +33,7 @@ class Session:
 
     config: Config
     table: Callable[[], str]
+    check: Callable[[], None]
     eod: int | None = None
     method: str = "ring"
     pipeline: Group | None = None
@@ -96,7 +98,9 @@ class Session:
         why = "asked for" if self.config.layout != "auto" else "auto: equal causal work on every rank"
         self.facts.update(
             {
-                "context parallel": f"{split.group.size} ranks share each sequence of {layout.seq_len} tokens",
+                "context parallel": f"{split.group.size} ranks share each sequence of {layout.seq_len} tokens"
+                if split.group.size > 1
+                else f"off, each rank holds whole sequences of {layout.seq_len} tokens",
                 "layout": f"{layout.name} ({why}), {layout.local_len} tokens a rank",
                 "mask": split.mask.kind + (f", from {self.config.documents}" if self.has_documents else ""),
                 "method": f"{methods.resolve(self.method).name} (the host's --cp-comm-type)",

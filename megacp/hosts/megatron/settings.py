@@ -101,6 +101,8 @@ def initialize(original: Function, session: Callable[[], Session]) -> Function:
             values["tensor_model_parallel_size"],
             values["pipeline_model_parallel_size"],
         )
+        if session().is_in_force(values["context_parallel_size"]):
+            session().check()
         result = original(*args, **kwargs)
         session().connect_pipeline(
             parallel_state().get_pipeline_model_parallel_group(),
