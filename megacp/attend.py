@@ -20,7 +20,7 @@ from megacp.kernels import Kernel, Options, Request
 from megacp.layout import Layout
 from megacp.mask import Mask
 from megacp.methods import Call, accumulation_dtype
-from megacp.plans import Plan
+from megacp.plans import Plan, Sizes
 
 __all__ = ["attention", "plan"]
 
@@ -28,12 +28,15 @@ _FORMATS = {"bshd": 4, "sbhd": 4, "thd": 3}
 
 
 @lru_cache(maxsize=512)
-def plan(layout: Layout, mask: Mask, method: str = "ring") -> Plan:
+def plan(layout: Layout, mask: Mask, method: str = "ring", hierarchy: tuple[int, int] | None = None) -> Plan:
     """Turn a layout and a mask into steps. Needs no process group; cached by value.
 
-    Raises: ConfigError for an unknown method, or a layout and a mask of different lengths.
+    Args:
+        hierarchy: for method 'hierarchical', the (inner, outer) sizes; near the square root of cp_size if None.
+    Raises: ConfigError for an unknown method, a hierarchy that does not fit, or a layout and a mask of different lengths.
     """
-    return Plan(layout, mask, methods.resolve(method))
+    schedule = methods.resolve(method)
+    return Plan(layout, mask, schedule, methods.levels(schedule, layout.cp_size, hierarchy))
 
 
 def attention(
@@ -45,6 +48,7 @@ def attention(
     layout: Layout | None = None,
     group: Any = None,
     method: str = "ring",
+    hierarchy: tuple[int, int] | None = None,
     kernel: str = "auto",
     format: str = "bshd",
     scale: float | None = None,
@@ -62,7 +66,10 @@ def attention(
     Args:
         mask: what each global position may see. layout: who holds which position; may be left out on a single rank.
         group: process group, one-dimensional DeviceMesh, or None for the default group (or a single rank).
-        method: how keys and values travel: ring (p2p), all_gather (allgather).
+        method: how keys and values travel: ring (p2p), all_gather (allgather), exchange, all_to_all (a2a), hierarchical (a2a+p2p),
+            or auto: what :func:`megacp.methods.choose` takes from the plans' figures.
+        hierarchy: for method hierarchical, (inner, outer): an all-to-all of heads inside each ``inner`` consecutive ranks of the
+            group, a ring of ``outer`` across them. If None, the largest inner size that divides K and stays on one node.
         kernel: whose attention computes a block, or 'auto'. scale: of the logits, 1/sqrt(D) if None.
         sinks: [H] learned logits that take part in the softmax and have no value. softcap: c in c·tanh(logit/c).
         dropout_p: must be 0: dropping the same pairs at every size of the group is not offered.
@@ -83,7 +90,7 @@ def attention(
             f"megacp: sinks of shape {tuple(sinks.shape)} do not fit {q4.shape[2]} query heads. Pass one a head."
         )
     options = Options(1.0 / math.sqrt(q4.shape[-1]) if scale is None else float(scale), softcap)
-    what = plan(layout, mask, method)
+    what = _planned(method, hierarchy, layout, mask, members, q4, k4, v4)
     call = Call(what, members, _chosen(kernel, q4, v4, k4, options), options)
     out, lse = _Attention.apply(q4, k4, v4, sinks, call)  # type: ignore[no-untyped-call]
     out = out if format == "bshd" else out.transpose(0, 1) if format == "sbhd" else out[0]
@@ -124,7 +131,7 @@ def _sink_gradient(
     """
     dtype = accumulation_dtype(out.dtype)
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)  # [B, H, S]
-    share = torch.exp(sinks.to(dtype)[None, :, None] - lse)
+    share = torch.exp(sinks.to(dtype)[None, :, None] - lse).masked_fill(lse == -torch.inf, 0)  # padding
     return -(share * delta).sum((0, 2)).to(sinks.dtype)
 
 
@@ -192,6 +199,30 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask
         raise ShapeError(
             f"megacp: the mask has {mask.rows} different rows, the batch {q.shape[0]} ({shapes})."
         )
+
+
+def _planned(
+    method: str,
+    hierarchy: tuple[int, int] | None,
+    layout: Layout,
+    mask: Mask,
+    group: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> Plan:
+    """Make the plan, and refuse numbers of heads that the method cannot divide."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if method == methods.AUTO:
+        sizes = Sizes(heads, kv_heads, q.shape[3], v.shape[3])
+        method = methods.choose(layout, mask, sizes, q.element_size(), q.device.type).method
+    schedule = methods.resolve(method)
+    inner_outer = methods.levels(schedule, layout.cp_size, hierarchy, kv_heads, group.nodes)
+    what = plan(layout, mask, method, inner_outer)
+    reason = methods.refusal(what, heads, kv_heads)
+    if reason is not None:
+        raise UnsupportedError(f"megacp: {reason}.")
+    return what
 
 
 def _chosen(name: str, q: torch.Tensor, v: torch.Tensor, k: torch.Tensor, options: Options) -> Kernel:

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from megacp.errors import CommTimeout, ConfigError
 from megacp.groups import Group
 
-__all__ = ["Posted", "all_gather", "deadline", "post", "reduce_scatter", "set_deadline", "total"]
+__all__ = ["Posted", "all_gather", "deadline", "exchange", "post", "reduce_scatter", "set_deadline", "total"]
 
 _deadline_s = 600.0
 
 # Newer PyTorch has the first names and warns about the second.
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_to_all: Any = dist.all_to_all_single
 
 
 def set_deadline(seconds: float) -> None:
@@ -86,13 +87,35 @@ def post(
     return posted
 
 
+def exchange(
+    group: Group, send: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str
+) -> tuple[torch.Tensor, Posted]:
+    """Start sending each member its part of ``send`` and receiving one from each; all-to-all-v, returns at once.
+
+    One collective, not messages between pairs: every member takes part even if it has nothing to send, so the order is the same
+    everywhere and a fresh group needs no warm-up. Between two ranks with nothing to say to each other nothing travels.
+
+    Shapes: send [sum(sent)] -> [sum(received)], elements of one dtype, parts in group order.
+    Args:
+        sent, received: elements for, and from, each member. The result may be read after ``wait`` on what is returned.
+    """
+    out = send.new_empty(sum(received))
+    if group.size == 1:
+        out.copy_(send)
+        return out, Posted(group, what, ())
+    work = _all_to_all(
+        out, send, _seated(group, received), _seated(group, sent), group=group.handle, async_op=True
+    )
+    return out, Posted(group, what, _others(group), [work], (send, out))
+
+
 def all_gather(group: Group, x: torch.Tensor, what: str) -> torch.Tensor:
     """Bring every rank's ``x`` together, in group order: [*shape] -> [size, *shape]."""
     x = x.contiguous()
     if group.size == 1:
         return x[None]
     out = x.new_empty(group.size, *x.shape)
-    work = _gather_into(out.view(-1), x.view(-1), group=group.handle, async_op=True)
+    work = _gather_into(out.view(-1), x.view(-1), group=_whole(group), async_op=True)
     _finish(work, group, what, _others(group))
     return out
 
@@ -103,7 +126,7 @@ def reduce_scatter(group: Group, x: torch.Tensor, what: str) -> torch.Tensor:
     if group.size == 1:
         return x[0]
     out = torch.empty_like(x[0])
-    work = _reduce_into(out.view(-1), x.view(-1), group=group.handle, async_op=True)
+    work = _reduce_into(out.view(-1), x.view(-1), group=_whole(group), async_op=True)
     _finish(work, group, what, _others(group))
     return out
 
@@ -112,8 +135,28 @@ def total(group: Group, x: torch.Tensor, what: str) -> torch.Tensor:
     """Sum ``x`` over the group into a new tensor."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if group.size > 1:
-        _finish(dist.all_reduce(out, group=group.handle, async_op=True), group, what, _others(group))
+        _finish(dist.all_reduce(out, group=_whole(group), async_op=True), group, what, _others(group))
     return out
+
+
+def _seated(group: Group, counts: Sequence[int]) -> list[int]:
+    """Spread counts for a group's members over all ranks of its process group; 0 for the rest."""
+    if group.seats is None:
+        return list(counts)
+    out = [0] * dist.get_world_size(group.handle)
+    for seat, count in zip(group.seats, counts, strict=True):
+        out[seat] = count
+    return out
+
+
+def _whole(group: Group) -> Any:
+    """Return the process group of a group that is all of it."""
+    if group.seats is not None:
+        raise ConfigError(
+            f"megacp: ranks {group.global_ranks} are only a part of their process group, on which this collective cannot run alone. "
+            "Make a process group of them."
+        )
+    return group.handle
 
 
 def _others(group: Group) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ everything above counts ranks inside the group.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +25,43 @@ class Group:
     Attributes:
         handle: the torch process group, or None for a single rank without torch.distributed.
         rank, size: of this process inside the group. global_ranks: the members' ranks in the world, in group order.
+        seats: the members' ranks inside ``handle`` if they are only a part of it, see :meth:`part`; None if they are all of it.
     """
 
     handle: Any
     rank: int
     size: int
     global_ranks: tuple[int, ...]
+    seats: tuple[int, ...] | None = None
 
     @property
     def backend(self) -> str:
         """Name the backend ('gloo', 'nccl', ...), or 'none' for a single rank without torch.distributed."""
         return str(dist.get_backend(self.handle)) if self.handle is not None else "none"
+
+    @property
+    def nodes(self) -> tuple[int, ...] | None:
+        """Give the node of each member, as far as the launcher's LOCAL_WORLD_SIZE tells (equal on all nodes); None if it does not."""
+        size = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return (
+            tuple(rank // int(size) for rank in self.global_ranks) if size.isdecimal() and int(size) else None
+        )
+
+    def part(self, members: Sequence[int]) -> Group:
+        """Take some members of the group, this rank among them and in rising order, as a group of their own.
+
+        No process group is made: messages and :func:`megacp.comm.exchange` run on this one's, in which all its members must take
+        part at the same time, each in its own part of equal size. So nothing can be created in another order on another rank, and
+        no second communicator takes memory.
+        """
+        seats = self.seats or tuple(range(self.size))
+        return Group(
+            self.handle,
+            list(members).index(self.rank),
+            len(members),
+            tuple(self.global_ranks[member] for member in members),
+            tuple(seats[member] for member in members),
+        )
 
 
 def as_group(group: Any = None) -> Group:

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from megacp.errors import ConfigError, ShapeError
+
+if TYPE_CHECKING:
+    from megacp.mask import Mask
 
 __all__ = ["Layout", "as_offsets"]
 
@@ -27,7 +31,8 @@ __all__ = ["Layout", "as_offsets"]
 class Layout:
     """Which global token positions each context-parallel rank holds, in local order.
 
-    Make one with :meth:`zigzag`, :meth:`contiguous` or :meth:`per_document`. Needs no process group: ranks are plain ints.
+    Make one with :meth:`zigzag`, :meth:`contiguous`, :meth:`per_document` or :meth:`balanced`. Needs no process group: ranks
+    are plain ints.
 
     Attributes:
         name: the family ("zigzag", ...). seq_len: ``G``, in tokens. cp_size: number of ranks.
@@ -88,6 +93,22 @@ class Layout:
             ranks.append(np.stack([first, last], 1).reshape(-1, 3))
         return _from_chunks("per_document", int(offsets[-1]), cp_size, ranks, offsets.tobytes())
 
+    @staticmethod
+    def balanced(mask: Mask, cp_size: int) -> Layout:
+        """Place documents so that ranks have equal tokens and equal attention work, and few keys have to move.
+
+        Short documents stay whole on one rank, long ones are cut, at multiples of 64 tokens from their start where the
+        numbers of tokens permit it. Meant for method "exchange", which moves only the keys a rank's queries see. A row of one
+        document gets a zigzag. A length that is no multiple of cp_size is padded, one slot on some ranks, invisibly.
+
+        Raises: ConfigError for a size below 1.
+        Source: own; see megacp.balance.
+        """
+        from megacp.balance import place
+
+        _check_sizes(mask.seq_len, cp_size)
+        return _from_ranges("balanced", mask.seq_len, cp_size, place(mask, cp_size))
+
     @property
     def padding(self) -> int:
         """Slots over all ranks that hold no token."""
@@ -146,6 +167,18 @@ class Layout:
     def spread(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Bring a global tensor (G tokens on ``dim``) into the ranks' concatenation (cp_size · S slots, pads zero)."""
         return torch.cat([self.shard(x, rank, dim) for rank in range(self.cp_size)], dim)
+
+    def joined(self, inner: int) -> Layout:
+        """Take each ``inner`` consecutive ranks as one, their tokens in global order and without padding between them.
+
+        Gives a layout over cp_size / inner ranks. With ``inner`` = cp_size it is the whole sequence on one rank.
+        Raises: ConfigError if ``inner`` does not divide cp_size.
+        """
+        if inner < 1 or self.cp_size % inner:
+            raise ConfigError(
+                f"megacp: {self.cp_size} ranks cannot be joined by {inner}; it must divide them."
+            )
+        return _joined(self, inner)
 
     def _of(self, rank: int) -> np.ndarray:
         if not 0 <= rank < self.cp_size:
@@ -221,6 +254,37 @@ def _from_chunks(name: str, seq_len: int, cp_size: int, ranks: list[np.ndarray],
     return Layout(name, seq_len, cp_size, local_len, tuple(pieces), (name, seq_len, cp_size, digest))
 
 
+@lru_cache(maxsize=128)
+def _joined(layout: Layout, inner: int) -> Layout:
+    ranks = []
+    for first in range(0, layout.cp_size, inner):
+        start, stop, _ = np.concatenate(layout.pieces[first : first + inner]).T
+        order = np.argsort(start)
+        ranks.append(np.stack([start, stop - start, stop], 1)[order])
+    local_len = max(int(rows[:, 1].sum()) for rows in ranks)
+    joined = _from_chunks(f"{layout.name} by {inner}", layout.seq_len, len(ranks), ranks, b"")
+    return replace(joined, local_len=local_len, _key=(joined.name, inner, *layout._key))
+
+
+def _from_ranges(name: str, seq_len: int, cp_size: int, ranks: list[list[tuple[int, int]]]) -> Layout:
+    """Build a layout from ranges (start, stop) a rank; each rank gets them in global order, then padding."""
+    counts = [len(ranges) for ranges in ranks]
+    rank = np.repeat(np.arange(cp_size), counts)
+    start, stop = np.array([r for ranges in ranks for r in ranges], np.int64).reshape(-1, 2).T
+    order = np.lexsort((start, rank))
+    rank, start, stop = rank[order], start[order], stop[order]
+    heads = np.flatnonzero(np.r_[True, (start[1:] != stop[:-1]) | (rank[1:] != rank[:-1])])
+    rank, start, stop = rank[heads], start[heads], stop[np.r_[heads[1:] - 1, len(stop) - 1]]
+    slot = np.cumsum(stop - start) - (stop - start)
+    borders = np.searchsorted(rank, np.arange(cp_size + 1))
+    slot -= np.r_[slot, 0][borders[rank]]
+    table = np.stack([start, stop, slot], 1)
+    table.setflags(write=False)
+    pieces = tuple(table[a:b] for a, b in pairwise(borders.tolist()))
+    digest = hashlib.blake2b(table.tobytes() + borders.tobytes(), digest_size=16).digest()
+    return Layout(name, seq_len, cp_size, -(-seq_len // cp_size), pieces, (name, seq_len, cp_size, digest))
+
+
 @lru_cache(maxsize=512)
 def _positions(layout: Layout, rank: int, device: torch.device | None = None) -> torch.Tensor:
     if device is not None and device.type != "cpu":
@@ -241,8 +305,7 @@ def _has_padding(layout: Layout, rank: int) -> bool:
 def _inverse(layout: Layout, device: torch.device | None = None) -> torch.Tensor:
     if device is not None and device.type != "cpu":
         return _inverse(layout).to(device)
-    out = np.zeros(layout.seq_len, np.int64)
-    for rank, pieces in enumerate(layout.pieces):
-        for start, stop, slot in pieces:
-            out[start:stop] = np.arange(slot, slot + stop - start) + rank * layout.local_len
-    return torch.from_numpy(out)
+    shift = np.array([0, 0, layout.local_len])
+    rows = np.concatenate([pieces + rank * shift for rank, pieces in enumerate(layout.pieces)])
+    start, stop, slot = rows[np.argsort(rows[:, 0])].T  # the pieces cover 0..G without gaps
+    return torch.from_numpy(np.repeat(slot - start, stop - start) + np.arange(layout.seq_len))

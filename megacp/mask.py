@@ -309,8 +309,8 @@ def _check_spans(spans: list[tuple[int, ...]], slices: np.ndarray, seq_len: int)
         size = last - start
         if pairs(inside).sum() != size * (size + 1) // 2 or pairs(above).sum():
             raise ConfigError(
-                f"megacp: span {span} cannot be seen both ways: the mask must be causal, and let each of its tokens see all before it in "
-                "the span. Keep spans inside one document, and out of windows."
+                f"megacp: span {span} cannot be seen both ways: the mask must be causal, and let each of its tokens see all before "
+                "it in the span. Keep spans inside one document, and out of windows."
             )
 
 

@@ -294,6 +294,8 @@ def main(argv: list[str] | None = None) -> int:
         os.replace(path.with_name(f"{path.name}.tmp"), path)
         print(f"{path}: a sentencepiece model of {args.vocab_size:,} pieces")
     else:
+        if not Path(args.tokenizer_model).is_file():
+            raise SystemExit(f"preprocess_documents: {args.tokenizer_model} is not a file.")
         model = Path(args.tokenizer_model).read_bytes()
     tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
     if tokenizer.eos_id() < 0:

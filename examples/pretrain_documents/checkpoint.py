@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing, parallel_state
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+def unwrap(chunk: Any) -> Any:
     """Take off the data-parallel and mixed-precision wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
@@ -23,9 +23,8 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 def _metadata() -> dict[str, Any]:
     return {
-        # Megatron's default. The data- and context-parallel sizes may change between runs; with the distributed
-        # optimizer the others may not, without it they may too. "fully_reshardable" cannot load into torch's Adam.
-        "distrib_optim_sharding_type": "dp_reshardable",
+        "distrib_optim_sharding_type": "fully_reshardable",  # so that dp, tp, pp and cp may change between runs
+        "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

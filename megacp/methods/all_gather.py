@@ -8,6 +8,7 @@ Source: Llama 3 (arXiv 2407.21783), section 3.3.2; Megatron-LM's and Transformer
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megacp import comm, kernels
@@ -55,7 +56,9 @@ def backward(
 
 def steps(plan: Plan, rank: int) -> tuple[Step, ...]:
     """One step: the rank's queries against everything, in global order."""
-    return (Step(0, ALL_OWNERS, merged(queries_of(plan.layout, plan.mask, rank))),)
+    blocks = merged(queries_of(plan.layout, plan.mask, rank))
+    everything = np.array([(0, plan.layout.seq_len, 0)], np.int64)
+    return (Step(0, ALL_OWNERS, blocks, q_pieces=plan.layout.pieces[rank], k_pieces=everything),)
 
 
 def tokens_received(plan: Plan, rank: int, backward: bool) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -91,7 +92,10 @@ def _arguments(changes: Changes, module: ModuleType) -> str:
 
 
 # Modules that import triton whether it is there or not, for kernels that run only when they are asked for.
-_IMPORT_TRITON = ("megatron.core.transformer.custom_layers.batch_invariant_kernels",)
+_IMPORT_TRITON = (
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+    "megatron.core.transformer.moe.ops.paged_stash",
+)
 
 
 class _Triton(ModuleType):
@@ -125,6 +129,46 @@ def _triton_to_import() -> Iterator[None]:
 
 
 # Fallbacks.
+
+
+def _yarn(changes: Changes, module: ModuleType) -> str:
+    """Build YaRN's table on the CPU: the class opens `with torch.device(number)`, which needs an accelerator."""
+    embedding = module.YarnRotaryEmbedding
+    original = embedding.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        if "use_cpu_initialization" in signature.parameters:
+            given.arguments["use_cpu_initialization"] = True
+        original(*given.args, **given.kwargs)
+
+    changes.attribute(embedding, "__init__", init)
+    return "YaRN's table is built on the CPU"
+
+
+def _router(changes: Changes, module: ModuleType) -> str:
+    """Say that Transformer Engine's product is not there: the router asks whether the name is None."""
+    if not hasattr(module, "te_general_gemm"):
+        changes.attribute(module, "te_general_gemm", None)
+    return "the router multiplies with torch"
+
+
+def _recompute(changes: Changes, module: ModuleType) -> str:
+    """Recompute without asking Transformer Engine about FP8, which Megatron does also where it is not there."""
+    recompute = getattr(module, "CheckpointWithoutOutput", None)
+    if recompute is None or getattr(module, "HAVE_TE", False):
+        return "left as it is"
+    original = recompute.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fp8 = False
+
+    changes.attribute(recompute, "__init__", init)
+    return "recompute asks for no FP8"
 
 
 def _torch_norm(changes: Changes, module: ModuleType) -> str:
@@ -203,7 +247,10 @@ def _torch_adam(changes: Changes, module: ModuleType) -> str:
 
 _PATCHES: dict[str, Callable[[Changes, ModuleType], str]] = {
     "megatron.arguments": _arguments,
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _yarn,
     "megatron.core.optimizer.distrib_optimizer": _torch_adam,
+    "megatron.core.tensor_parallel.random": _recompute,
+    "megatron.core.transformer.moe.moe_utils": _router,
     "megatron.core.transformer.torch_norm": _torch_norm,
     "megatron.fused_kernels": _fused_kernels,
     "megatron.legacy.fused_kernels": _fused_kernels,

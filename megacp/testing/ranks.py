@@ -299,7 +299,7 @@ def _serve(conn: connection.Connection, stack_path: str, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if hasattr(os, "setsid"):
         os.setsid()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(os.path.dirname(stack_path),), daemon=True).start()
     stack_file = open(stack_path, "w")  # noqa: SIM115 - held for the life of the process
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
@@ -323,10 +323,11 @@ def _serve(conn: connection.Connection, stack_path: str, port: int) -> None:
         _forget()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed could not
     if hasattr(os, "killpg"):
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

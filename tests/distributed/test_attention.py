@@ -11,6 +11,7 @@ from megacp import Layout, Mask
 from megacp.testing import ranks
 from tests import oracle
 from tests.distributed.cells import (
+    METHODS,
     Cell,
     check,
     check_beside_one_rank,
@@ -21,7 +22,6 @@ from tests.distributed.cells import (
     vary,
 )
 
-METHODS = ["ring", "all_gather"]
 LAYOUTS = ["contiguous", "zigzag"]
 PACKED = [(5, 3, 8), (1, 2, 3, 40), (7, 10, 13)]
 MASKS = [

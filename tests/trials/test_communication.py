@@ -14,9 +14,7 @@ import megacp
 from megacp import Layout, Mask
 from megacp.testing import ranks
 from tests import oracle
-from tests.distributed.cells import Cell, check, inputs, our_layout, our_mask, run_cell, vary
-
-METHODS = ["ring", "all_gather"]
+from tests.distributed.cells import METHODS, Cell, check, inputs, our_layout, our_mask, run_cell, vary
 
 
 def _my_group(groups):

@@ -13,10 +13,18 @@ import megacp
 from megacp import Layout, Mask
 from megacp.testing import ranks
 from tests import oracle
-from tests.distributed.cells import Cell, check, errors, inputs, joined, our_layout, run_cells, truth, vary
-
-METHODS = ["ring", "all_gather"]
-
+from tests.distributed.cells import (
+    METHODS,
+    Cell,
+    check,
+    errors,
+    inputs,
+    joined,
+    our_layout,
+    run_cells,
+    truth,
+    vary,
+)
 
 # -- D04: ring backward uses the first step's keys and values (diffusers#14265) -----------------------------------------
 

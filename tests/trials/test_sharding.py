@@ -10,10 +10,7 @@ import megacp
 from megacp import Layout
 from megacp.testing import ranks
 from tests import oracle
-from tests.distributed.cells import Cell, check, vary
-
-METHODS = ["ring", "all_gather"]
-
+from tests.distributed.cells import METHODS, Cell, check, vary
 
 # -- D13: gathers of replicated work (slime#1748, VeOmni#1120) -----------------------------------------------------------
 

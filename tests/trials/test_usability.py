@@ -15,9 +15,8 @@ import megacp
 from megacp import Layout, Mask
 from megacp.groups import Group
 from megacp.testing import ranks
-from tests.distributed.cells import Cell, check, run_cells, vary
+from tests.distributed.cells import METHODS, Cell, check, run_cells, vary
 
-METHODS = ["ring", "all_gather"]
 _attention = megacp.attention
 
 

@@ -277,7 +277,7 @@ def test_no_worker_outlives_its_parent(tmp_path, how):
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(script), how],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
         timeout=120,
@@ -285,6 +285,7 @@ def test_no_worker_outlives_its_parent(tmp_path, how):
     )
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2 and _all_gone(pids)
+    assert not list(tmp_path.glob("megacp-ranks-*"))
 
 
 def test_a_warm_call_is_cheap():

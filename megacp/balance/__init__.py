@@ -1,0 +1,89 @@
+"""Place a row's documents so that every rank has the same tokens and the same attention work, and few keys have to move.
+
+What moves: a rank that owns tokens of a causal document up to position e needs the keys [0, e) of it, so a document that is cut
+into consecutive parts on different ranks costs as many keys as its cut positions add up to; one that stays whole costs nothing.
+Few cuts, and low ones, are what is looked for.
+
+How: ranks are filled one after the other, each with as much work as it may have. If the part with most work is too much for
+a rank, its tail is cut off, as large as the work allows. Then come the largest parts that fit whole, then light ones for the
+tokens that are missing, and the last of those from the head of a part, where they cost fewest keys. So a row of one document
+becomes a zigzag: a tail and a head for each rank. At the end ranks with too much work trade stretches with those that have little.
+
+Cuts lie at multiples of a grain of tokens from the start of their document. Then a rank's tokens add up only if the lengths of
+the documents that end on it suit the grain; light documents are exchanged, or ends shorter than the grain moved, until they do.
+Where a row has too few documents for that, a rank gets one cut at another place.
+
+Work is counted in (query, key) pairs, in integers and in a fixed order: every rank finds the same placement. Source: own.
+"""
+
+from __future__ import annotations
+
+from megacp.balance.rank import Rank
+from megacp.balance.row import TOLERANCE, Part, Row, least_keys
+from megacp.balance.trade import level
+from megacp.mask import Mask
+
+__all__ = ["GRAIN", "TOLERANCE", "least_keys", "place"]
+
+GRAIN = 64
+"""Cuts inside a document lie at multiples of this many tokens from its start."""
+
+_AIMS = (1.013, 1.018, 1.007, 1.0)
+"""Work that ranks are filled up to, relative to the mean."""
+
+_TRIED = 16
+"""At least so many aims a rank are tried, fewer the more ranks there are, which keeps planning quick."""
+
+_KEPT = 2
+"""So many of the lightest parts a rank are kept for later ranks, which need them to make their tokens add up."""
+
+
+def place(mask: Mask, cp_size: int) -> list[list[tuple[int, int]]]:
+    """Return for each rank the ranges (start, stop) of global positions it owns; numbers of tokens differ by at most one.
+
+    Rows that differ are placed by the sum of their work.
+    """
+    row = Row(mask, _grain(mask.seq_len, cp_size))
+    limit = int((1 + TOLERANCE) * row.work / cp_size)
+    best: tuple[tuple[int, int], list[list[Part]]] | None = None
+    for tried, aim in enumerate(_AIMS if len(row.parts) > 1 else (1.0,)):
+        if best and best[0][0] <= limit and tried * cp_size >= _TRIED:
+            break
+        ranks = _fill(row, cp_size, aim)
+        key = max(level(row, ranks, limit), limit), _keys(row, ranks)
+        if best is None or key < best[0]:
+            best = key, ranks
+    assert best is not None
+    return [[(part.start, part.stop) for part in own] for own in best[1]]
+
+
+def _grain(seq_len: int, cp_size: int) -> int:
+    """Choose the grain: :data:`GRAIN`, or less where ranks have so few tokens that it could not balance them."""
+    share = -(-seq_len // cp_size)
+    if share >= 16 * GRAIN or share % (2 * GRAIN) == 0:
+        return GRAIN
+    return 1 << max(0, (share // 16).bit_length() - 1)
+
+
+def _fill(row: Row, cp_size: int, aim: float) -> list[list[Part]]:
+    """Fill the ranks one after the other; the last one takes what is left."""
+    share, short = -(-row.seq_len // cp_size), -row.seq_len % cp_size
+    most = int(aim * row.work / cp_size)
+    left, parts, ranks = row.work, list(row.parts), []
+    for rank in range(cp_size - 1):
+        spare = (most * (cp_size - rank) - left) // 2  # how much less than `most` this rank may have
+        keep = min(_KEPT * (cp_size - 1 - rank), len(parts) // 3)
+        own = Rank(row, parts, share - (rank >= cp_size - short), most, spare, keep).fill()
+        left -= sum(part.work for part in own)
+        ranks.append(own)
+    return [*ranks, parts]
+
+
+def _keys(row: Row, ranks: list[list[Part]]) -> int:
+    """Count the keys that ranks need, own ones included, as if documents were causal: up to the last token they own of each."""
+    ends: dict[tuple[int, int], int] = {}
+    for rank, own in enumerate(ranks):
+        for part in own:
+            at = rank, part.document
+            ends[at] = max(ends.get(at, 0), part.stop - row.starts[part.document])
+    return sum(ends.values())

@@ -1,0 +1,73 @@
+"""Even out the work of ranks that have their tokens already, by swapping stretches of equal length."""
+
+from __future__ import annotations
+
+from megacp.balance.row import Part, Row
+
+__all__ = ["level"]
+
+
+def level(row: Row, ranks: list[list[Part]], limit: int) -> int:
+    """Let the rank with most work trade stretches of equal length with the one with least, until none is over the limit.
+
+    Returns the most work a rank has.
+    """
+    work = [sum(part.work for part in own) for own in ranks]
+    for _ in range(4 * len(ranks)):
+        high, low = work.index(max(work)), work.index(min(work))
+        if work[high] <= limit:
+            break
+        moved = _trade(row, ranks[high], ranks[low], work[high] - limit, limit - work[low])
+        if not moved:
+            break
+        work[high] -= moved
+        work[low] += moved
+    return max(work)
+
+
+def _trade(row: Row, busy: list[Part], idle: list[Part], least: int, most: int) -> int:
+    """Swap a stretch with much work a token for a head with little; return the work moved: at least ``least`` if that can be."""
+    best: tuple[tuple[bool, int], int, Part, int, Part, int] | None = None
+    light = [part for part in sorted(idle, key=_density) if part.tokens >= row.grain][:5]
+    for mine in sorted(busy, key=_density)[-5:]:
+        stop = mine.stop - (mine.stop - row.starts[mine.document]) % row.grain
+        for other in light:
+            low, high = 0, min(stop - mine.start, other.tokens) // row.grain
+            while low < high:  # the fewest grains that move enough
+                middle = (low + high) // 2
+                if _gain(row, mine, stop, other, middle * row.grain) >= least:
+                    high = middle
+                else:
+                    low = middle + 1
+            if _gain(row, mine, stop, other, low * row.grain) > most:
+                low -= 1
+            gain = _gain(row, mine, stop, other, low * row.grain)
+            if low > 0 and gain > 0:
+                cost = stop - row.starts[mine.document] + row.offset(other) + low * row.grain
+                key = gain < least, -gain if gain < least else cost
+                if best is None or key < best[0]:
+                    best = key, gain, mine, stop, other, low * row.grain
+    if best is None:
+        return 0
+    _, gain, mine, stop, other, tokens = best
+    _move(row, busy, idle, mine, stop - tokens, stop)
+    _move(row, idle, busy, other, other.start, other.start + tokens)
+    return gain
+
+
+def _density(part: Part) -> float:
+    return part.work / part.tokens
+
+
+def _gain(row: Row, mine: Part, stop: int, other: Part, tokens: int) -> int:
+    """Return the work that moves with so many tokens before ``stop``, less that of as many at the head of the other part."""
+    given = row.upto(mine.document, stop) - row.upto(mine.document, stop - tokens)
+    return given - row.upto(other.document, other.start + tokens) + row.upto(other.document, other.start)
+
+
+def _move(row: Row, giver: list[Part], taker: list[Part], part: Part, start: int, stop: int) -> None:
+    giver.remove(part)
+    for a, b in ((part.start, start), (stop, part.stop)):
+        if b > a:
+            giver.append(row.part(part.document, a, b))
+    taker.append(row.part(part.document, start, stop))
