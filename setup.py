@@ -35,7 +35,7 @@ setup(
     package_data={"megacp": ["py.typed"]},
     install_requires=["torch", "numpy"],
     extras_require={
-        "megatron": ["megatron-core==0.16.1", "sentencepiece", "rich"],
+        "megatron": ["megatron-core==0.16.1", "sentencepiece", "rich", "psutil", "matplotlib"],
         "te": ["transformer-engine[pytorch]"],
         "flash": ["flash-attn"],
         "test": [

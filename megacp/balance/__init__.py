@@ -45,12 +45,14 @@ def place(mask: Mask, cp_size: int) -> list[list[tuple[int, int]]]:
     """
     row = Row(mask, _grain(mask.seq_len, cp_size))
     limit = int((1 + TOLERANCE) * row.work / cp_size)
-    best: tuple[tuple[int, int], list[list[Part]]] | None = None
+    suits = mask.seq_len % (cp_size * row.grain) == 0
+    best: tuple[tuple[int, int, int], list[list[Part]]] | None = None
     for tried, aim in enumerate(_AIMS if len(row.parts) > 1 else (1.0,)):
-        if best and best[0][0] <= limit and tried * cp_size >= _TRIED:
+        good = best is not None and best[0][0] <= limit and not (suits and best[0][1])
+        if good and tried * cp_size >= _TRIED:
             break
         ranks = _fill(row, cp_size, aim)
-        key = max(level(row, ranks, limit), limit), _keys(row, ranks)
+        key = max(level(row, ranks, limit), limit), *_price(row, ranks)
         if best is None or key < best[0]:
             best = key, ranks
     assert best is not None
@@ -79,11 +81,13 @@ def _fill(row: Row, cp_size: int, aim: float) -> list[list[Part]]:
     return [*ranks, parts]
 
 
-def _keys(row: Row, ranks: list[list[Part]]) -> int:
-    """Count the keys that ranks need, own ones included, as if documents were causal: up to the last token they own of each."""
-    ends: dict[tuple[int, int], int] = {}
+def _price(row: Row, ranks: list[list[Part]]) -> tuple[int, int]:
+    """Count cuts off the grain, and the keys that ranks need up to the last token they own of each document."""
+    off, ends = 0, {}
     for rank, own in enumerate(ranks):
         for part in own:
+            start = row.offset(part)
+            off += start % row.grain > 0
             at = rank, part.document
-            ends[at] = max(ends.get(at, 0), part.stop - row.starts[part.document])
-    return sum(ends.values())
+            ends[at] = max(ends.get(at, 0), start + part.tokens)
+    return off, sum(ends.values())

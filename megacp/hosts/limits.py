@@ -11,7 +11,7 @@ from typing import Any
 from megacp import methods
 from megacp.errors import ConfigError, UnsupportedError
 
-__all__ = ["check_model_config", "check_sequence_length", "check_sizes"]
+__all__ = ["check_model_config", "check_sequence_length", "check_sizes", "comm_types"]
 
 
 def check_sizes(world: int, cp: Any, tp: int, pp: int) -> None:
@@ -67,15 +67,21 @@ def check_model_config(config: Any, cp: int, has_documents: bool) -> None:
             raise UnsupportedError(
                 f"megacp: {setting} is {value!r}, which {what} does not offer: {why}. {instead}"
             )
-    comm_type = getattr(config, "cp_comm_type", None)
-    names = comm_type if isinstance(comm_type, (list, tuple)) else [comm_type]
+    names = comm_types(config)
     for name in names:
-        if name is not None:
+        if name != methods.AUTO:
             methods.resolve(name)
-    if len(set(names)) > 1:
-        raise UnsupportedError(
-            f"megacp: --cp-comm-type {' '.join(map(str, names))}: another method for each layer is not offered yet. Give one for all."
-        )
+    hierarchy = getattr(config, "hierarchical_context_parallel_sizes", None)
+    if hierarchy:
+        for name in names:
+            if name != methods.AUTO:
+                methods.levels(methods.resolve(name), cp, tuple(hierarchy))
+
+
+def comm_types(config: Any) -> tuple[str, ...]:
+    """List the methods that --cp-comm-type names: one for all layers, or one for each."""
+    given = getattr(config, "cp_comm_type", None)
+    return tuple(given) if isinstance(given, (list, tuple)) else (given or "ring",)
 
 
 def _given(value: Any) -> bool:
@@ -131,12 +137,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         _given,
         "its batches are split by the host itself",
         "Leave --hybrid-context-parallel away.",
-    ),
-    (
-        "hierarchical_context_parallel_sizes",
-        _given,
-        "the two-level method is not there yet",
-        "Use --cp-comm-type p2p or all_gather.",
     ),
     (
         "cuda_graph_impl",

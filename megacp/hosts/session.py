@@ -26,7 +26,7 @@ class Session:
     Attributes:
         config: the user's settings. table: gives the report's table of seams.
         check: refuses to go on without a seam that is needed.
-        eod: the token that ends a document, once known. method: of the model's attention.
+        eod: the token that ends a document, once known. methods: of the model's layers.
         mailboxes: for each model-chunk family (by pipeline group) the document starts on their way.
         facts: lines for the report, in the order in which they became known. forwards: micro-batches seen.
     """
@@ -35,7 +35,7 @@ class Session:
     table: Callable[[], str]
     check: Callable[[], None]
     eod: int | None = None
-    method: str = "ring"
+    methods: tuple[str, ...] = ("ring",)
     pipeline: Group | None = None
     mailbox: Mailbox | None = None
     facts: dict[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Session:
                 else f"off, each rank holds whole sequences of {layout.seq_len} tokens",
                 "layout": f"{layout.name} ({why}), {layout.local_len} tokens a rank",
                 "mask": split.mask.kind + (f", from {self.config.documents}" if self.has_documents else ""),
-                "method": f"{methods.resolve(self.method).name} (the host's --cp-comm-type)",
+                "method": f"{self._method_words()} (the host's --cp-comm-type)",
                 "kernel": f"{kernel} ({'auto: first that is exact here' if self.config.kernel == 'auto' else 'asked for'}; "
                 f"known: {', '.join(kernels.names())})",
                 "loss": "whole at the model's exit, so every mask gives the gradients of one rank",
@@ -111,6 +111,10 @@ class Session:
         )
         if self.config.report != "off" and (not dist.is_initialized() or dist.get_rank() == 0):
             print(self.text(), file=sys.stderr, flush=True)
+
+    def _method_words(self) -> str:
+        names = [name if name == methods.AUTO else methods.resolve(name).name for name in self.methods]
+        return names[0] if len(set(names)) == 1 else "by layer: " + ", ".join(names)
 
     def text(self) -> str:
         """Write the report: the table of seams, then what is in force."""

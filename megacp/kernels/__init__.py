@@ -11,7 +11,7 @@ one from outside registers itself with :func:`register`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from typing import Protocol
 
@@ -21,7 +21,18 @@ from megacp.errors import ConfigError, UnsupportedError
 from megacp.merge import Partial
 from megacp.plans import Block
 
-__all__ = ["Gradients", "Kernel", "Options", "Request", "choose", "names", "register", "rows_of"]
+__all__ = [
+    "Gradients",
+    "Kernel",
+    "Options",
+    "Request",
+    "choose",
+    "names",
+    "not_offered",
+    "register",
+    "rows_of",
+    "unregister",
+]
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,7 @@ class Kernel(Protocol):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block], options: Options
     ) -> Iterator[Partial]:
-        """Give the partial results of the blocks; every query row of a partial has seen a key."""
+        """Give the partial results of the blocks; a query that a partial holds but that has seen no key has out 0 and lse -inf."""
 
     def backward(
         self,
@@ -91,6 +102,22 @@ def rows_of(block: Block) -> slice:
     return slice(None) if block.row < 0 else slice(block.row, block.row + 1)
 
 
+def not_offered(options: Options, *known: str) -> str | None:
+    """Name the options that are not at their default and that a kernel does not know; None if there are none.
+
+    A kernel ends its ``refuses`` with this, so an option that is added to :class:`Options` is refused until the kernel learns it.
+    """
+    asked = []
+    for option in fields(options):
+        if option.name not in known and option.default is not MISSING:
+            value = getattr(options, option.name)
+            is_default = value is option.default or (
+                isinstance(value, (bool, int, float, str)) and value == option.default
+            )
+            asked += [] if is_default else [option.name]
+    return f"does not offer {', '.join(asked)}" if asked else None
+
+
 _registry: dict[str, Kernel] = {}
 
 
@@ -104,6 +131,11 @@ def register(kernel: Kernel) -> None:
             f"megacp: a kernel named '{kernel.name}' is registered already. Choose another name."
         )
     _registry[kernel.name] = kernel
+
+
+def unregister(name: str) -> None:
+    """Forget a kernel that was registered from outside. Nothing happens if there is none of that name."""
+    _registry.pop(name, None)
 
 
 def names() -> list[str]:
@@ -124,12 +156,13 @@ def choose(name: str, request: Request) -> Kernel:
         if reason is None:
             return _registry[candidate]
         reasons[candidate] = reason
-    table = "\n".join(f"  {kernel:12s} {reason}" for kernel, reason in reasons.items())
+    width = max(map(len, reasons))
+    table = "\n".join(f"  {kernel:{width}s}  {reason}" for kernel, reason in reasons.items())
     raise UnsupportedError(
         f"megacp: no kernel can do this attention exactly on {request.device} in {request.dtype} with {request.heads} query heads, "
         f"{request.kv_heads} key/value heads, head sizes {request.head_dim} and {request.value_dim}:\n{table}"
     )
 
 
-for _name in ("sdpa", "reference"):
+for _name in ("sdpa", "flash_attn", "transformer_engine", "sdpa_cuda", "sdpa_cudnn", "flex", "reference"):
     register(import_module(f"megacp.kernels.{_name}"))

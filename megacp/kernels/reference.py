@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megacp.kernels import Gradients, Options, Request, rows_of
+from megacp.kernels import Gradients, Options, Request, not_offered, rows_of
 from megacp.merge import Partial
 from megacp.plans import Block
 
@@ -21,8 +21,8 @@ _TILE = 256
 
 
 def refuses(request: Request) -> str | None:
-    """Refuse nothing."""
-    return None
+    """Refuse nothing but options it does not know."""
+    return not_offered(request.options, "softcap")
 
 
 def forward(

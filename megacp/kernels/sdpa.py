@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn import functional as F
 
-from megacp.kernels import Gradients, Options, Request, rows_of
-from megacp.mask import UNBOUNDED
+from megacp.kernels import Gradients, Options, Request, not_offered, rows_of
+from megacp.kernels.cuts import corner
 from megacp.merge import Partial
 from megacp.plans import Block
 
@@ -32,7 +32,7 @@ def refuses(request: Request) -> str | None:
         return f"runs on cpu, not {request.device}"
     if request.options.softcap is not None:
         return "PyTorch's flash operator has no softcap"
-    return None
+    return not_offered(request.options)
 
 
 def forward(
@@ -91,17 +91,11 @@ def backward(
 
 def _parts(block: Block) -> Iterator[Block]:
     """Cut a block into full rectangles, square triangles (kind 'causal') and narrow masked tiles (kind 'banded')."""
-    row, q0, q1, k0, k1, lo, hi = block
+    _, q0, q1, k0, k1, lo, hi = block
     if block.kind == "full":
         yield block
     elif block.kind == "causal":
-        corner = q0 + hi  # the last key the first query sees
-        size = k1 - corner  # side of the triangle; later queries see every key
-        if corner > k0:
-            yield Block(row, q0, q0 + size, k0, corner, -UNBOUNDED, UNBOUNDED)
-        yield Block(row, q0, q0 + size, corner, k1, -UNBOUNDED, hi)
-        if q0 + size < q1:
-            yield Block(row, q0 + size, q1, k0, k1, -UNBOUNDED, UNBOUNDED)
+        yield from corner(block)
     else:
         for start in range(q0, q1, _TILE):
             stop = min(start + _TILE, q1)

@@ -91,6 +91,17 @@ def test_training_at_any_size_is_the_never_hooked_training_float64(
     assert_same(alone, trainings.run(*cp(size), "--cp-comm-type", comm, ranks_used=size), 1e-9)
 
 
+@pytest.mark.parametrize(
+    "comm", [("a2a",), ("exchange",), ("a2a+p2p",), ("auto",), ("p2p", "all_gather")], ids=" ".join
+)
+def test_every_method_and_one_for_each_layer_trains_the_same_float64(
+    trainings: Trainings, comm: tuple[str, ...]
+) -> None:
+    alone = trainings.run(documents="eod")
+    split = trainings.run(*cp(4), "--cp-comm-type", *comm, ranks_used=4, documents="eod")
+    assert_same(alone, split, 1e-9)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_training_with_documents_is_the_same_at_any_size_float64(trainings: Trainings, size: int) -> None:
     alone = trainings.run(documents="eod")

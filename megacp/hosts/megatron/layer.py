@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from megacp import attend
+from megacp import attend, methods
 from megacp.errors import SeamError, UnsupportedError
+from megacp.hosts import limits
 from megacp.hosts.hooks import Function
 from megacp.hosts.megatron.settings import cp_group
 from megacp.hosts.session import Session
@@ -54,7 +55,12 @@ def attention_init(original: Function, session: Callable[[], Session]) -> Functi
         self.config = config  # the live one: the host changes it later
         self.megacp_scale = given.arguments.get("softmax_scale")
         self.megacp_dropout = given.arguments.get("attention_dropout")
-        self.megacp_window = _window(config, given.arguments["layer_number"])
+        number = given.arguments["layer_number"]
+        self.megacp_window = _window(config, number)
+        names = limits.comm_types(config)
+        self.megacp_method = names[number - 1] if len(names) > 1 else names[0]
+        sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
+        self.megacp_hierarchy = tuple(sizes) if sizes and _has_levels(self.megacp_method) else None
 
     return init
 
@@ -88,7 +94,8 @@ def attention_forward(original: Function, session: Callable[[], Session]) -> Fun
             mask=_layer_mask(split.mask, self.megacp_window),
             layout=split.layout,
             group=split.group,
-            method=session().method,
+            method=self.megacp_method,
+            hierarchy=self.megacp_hierarchy,
             kernel=session().config.kernel,
             format="sbhd",
             scale=self.megacp_scale,
@@ -116,6 +123,10 @@ def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
     if isinstance(skip, (list, tuple)) and not skip[layer_number - 1]:
         return None
     return int(size[0]), int(size[1])
+
+
+def _has_levels(method: str) -> bool:
+    return method != methods.AUTO and hasattr(methods.resolve(method), "levels")
 
 
 def _sinks(module: Any) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megacp import comm, kernels, methods, sharding
+from megacp import comm, kernels, sharding
 from megacp.errors import ShapeError, UnsupportedError
 from megacp.groups import Group
 from megacp.hosts import limits
@@ -43,10 +43,16 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
                 raise UnsupportedError(
                     f"megacp: position_embedding_type 'mrope' is not offered with --context-parallel-size {cp}. Use rope."
                 )
-            comm_type = getattr(config, "cp_comm_type", None)
-            name = comm_type[0] if isinstance(comm_type, (list, tuple)) else comm_type
-            session().method = methods.resolve(name or "ring").name
-        original(self, *args, **kwargs)
+            session().methods = limits.comm_types(config)
+        given = getattr(config, "cp_comm_type", None)
+        if isinstance(
+            given, list
+        ):  # hosts that count layers from 1 here look one past the end for the last layer
+            config.cp_comm_type = [*given, given[-1]]
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            config.cp_comm_type = given
 
     return init
 
