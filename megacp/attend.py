@@ -7,13 +7,14 @@ Shapes: ``B`` batch, ``S`` local sequence (the layout's slots), ``G`` global seq
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from megacp import kernels, methods
+from megacp import comm, kernels, methods
 from megacp.errors import ConfigError, ShapeError, UnsupportedError
 from megacp.groups import Group, as_group
 from megacp.kernels import Kernel, Options, Request
@@ -54,13 +55,17 @@ def attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    return_max_logit: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attend from this rank's queries to the keys of all ranks, as if the sequence lay on one.
 
     Shapes: q [B, S, H, D], k [B, S, K, D], v [B, S, K, E], this rank's part by ``layout`` -> out [B, S, H, E] in q's dtype and
-    format; with ``return_lse`` also lse [B, H, S], float32 (float64 for float64), natural log, not differentiable.
+    format; with ``return_lse`` also lse [B, H, S], float32 (float64 for float64), natural log; with ``return_max_logit`` also the
+    largest visible logit of each head over all ranks, [H] in lse's dtype; neither is differentiable.
     Padding slots give 0 and lse -inf and leak nowhere, whatever they hold.
 
     Args:
@@ -72,7 +77,9 @@ def attention(
             group, a ring of ``outer`` across them. If None, the largest inner size that divides K and stays on one node.
         kernel: whose attention computes a block, or 'auto'. scale: of the logits, 1/sqrt(D) if None.
         sinks: [H] learned logits that take part in the softmax and have no value. softcap: c in c·tanh(logit/c).
-        dropout_p: must be 0: dropping the same pairs at every size of the group is not offered.
+        alibi_slopes: [H]; slope · |distance in tokens| is taken off the logits (Press et al. 2022); no gradient.
+        dropout_p: share of pairs dropped. Which ones follows from dropout_seed and the pair's positions, so they are the same at every
+            size of the group and in recompute. dropout_seed: drawn from PyTorch's generator by the first rank if None.
     Raises: ConfigError, ShapeError (a ConfigError) or UnsupportedError, the same on every rank and before the first exchange;
         CommTimeout if a peer does not answer.
     """
@@ -80,21 +87,18 @@ def attention(
     q4, k4, v4 = (_to_bshd(x, format, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     layout = _checked_layout(layout, mask, members)
     _check_tensors(q4, k4, v4, mask, layout)
-    if dropout_p:
-        raise UnsupportedError(
-            f"megacp: attention dropout {dropout_p} was asked for. Which pairs are dropped would depend on the size of the group, "
-            "so training would not be the same as without it. Set the attention dropout to 0."
-        )
-    if sinks is not None and sinks.shape != (q4.shape[2],):
-        raise ShapeError(
-            f"megacp: sinks of shape {tuple(sinks.shape)} do not fit {q4.shape[2]} query heads. Pass one a head."
-        )
-    options = Options(1.0 / math.sqrt(q4.shape[-1]) if scale is None else float(scale), softcap)
+    options = _checked_options(q4, scale, sinks, softcap, alibi_slopes, dropout_p, return_max_logit)
     what = _planned(method, hierarchy, layout, mask, members, q4, k4, v4)
-    call = Call(what, members, _chosen(kernel, q4, v4, k4, options), options)
-    out, lse = _Attention.apply(q4, k4, v4, sinks, call)  # type: ignore[no-untyped-call]
+    chosen = _chosen(kernel, q4, v4, k4, options)
+    if dropout_p:
+        options = replace(options, dropout_seed=_agreed_seed(dropout_seed, members, q.device))
+    out, lse = _Attention.apply(q4, k4, v4, sinks, Call(what, members, chosen, options))  # type: ignore[no-untyped-call]
     out = out if format == "bshd" else out.transpose(0, 1) if format == "sbhd" else out[0]
-    return (out, lse) if return_lse else out
+    largest = []
+    if options.max_logit is not None:
+        largest = [comm.all_gather(members, options.max_logit, "the largest logit of each head").amax(0)]
+    results = (out, *([lse] if return_lse else []), *largest)
+    return results if len(results) > 1 else out
 
 
 class _Attention(torch.autograd.Function):
@@ -107,6 +111,9 @@ class _Attention(torch.autograd.Function):
         method = methods.resolve(call.plan.method)
         out, lse = method.forward(q, k, v, call, sinks)
         out = out.to(q.dtype)
+        empty = call.plan.layout.padding_slots(call.group.rank)
+        if empty is not None and sinks is not None:  # a sink alone is not a row that was there
+            lse = lse.masked_fill(empty.to(lse.device), -torch.inf)
         ctx.call, ctx.has_sinks = call, sinks is not None
         ctx.save_for_backward(q, k, v, out, lse, *([sinks] if sinks is not None else []))
         ctx.mark_non_differentiable(lse)
@@ -143,6 +150,42 @@ def _to_bshd(x: torch.Tensor, format: str, name: str) -> torch.Tensor:
             f"megacp: {name} of shape {tuple(x.shape)} is not in format '{format}', which has {_FORMATS[format]} dims."
         )
     return x if format == "bshd" else x.transpose(0, 1) if format == "sbhd" else x[None]
+
+
+def _checked_options(
+    q: torch.Tensor,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    dropout_p: float,
+    return_max_logit: bool,
+) -> Options:
+    heads = q.shape[2]
+    for name, value in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if value is not None and value.shape != (heads,):
+            raise ShapeError(
+                f"megacp: {name} of shape {tuple(value.shape)} do not fit {heads} query heads. Pass one a head."
+            )
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise UnsupportedError("megacp: alibi_slopes that need a gradient are not offered. Detach them.")
+    if not 0 <= dropout_p < 1:
+        raise ConfigError(f"megacp: dropout_p is {dropout_p!r}; it must be at least 0 and below 1.")
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"megacp: softcap is {softcap!r}; it must be above 0, or None for none.")
+    largest = None
+    if return_max_logit:
+        largest = torch.full((heads,), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
+    size = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    return Options(size, softcap, alibi_slopes, float(dropout_p), max_logit=largest)
+
+
+def _agreed_seed(seed: int | None, group: Group, device: torch.device) -> int:
+    """Take the caller's seed, or one that the group's first rank draws (every rank draws, so generators stay in step)."""
+    if seed is not None:
+        return int(seed)
+    drawn = torch.randint(1 << 62, (1,)).to(device)
+    return int(comm.all_gather(group, drawn, "the seed of attention dropout")[0])
 
 
 def _checked_layout(layout: Layout | None, mask: Mask, group: Group) -> Layout:

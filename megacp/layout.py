@@ -123,6 +123,11 @@ class Layout:
         self._of(rank)
         return _positions(self, rank).to(device) if device is not None else _positions(self, rank).clone()
 
+    def padding_slots(self, rank: int) -> torch.Tensor | None:
+        """Mark the local slots that hold no token, bool [S]; None if all do."""
+        self._of(rank)
+        return _positions(self, rank) < 0 if _has_padding(self, rank) else None
+
     def owner_slots(self) -> torch.Tensor:
         """Return for each global position its slot in the ranks' concatenation, int64 [G]: rank · S + local slot."""
         return _inverse(self).clone()

@@ -13,10 +13,11 @@ again. So only the part is copied, and whatever a graph, a view or another varia
 run inside or after the context. (To resize the buffer, as PyTorch does, is impossible for a tensor that needs a gradient, and
 overwrites what a graph has saved of it.)
 
-Calls are intercepted by a ``TorchFunctionMode`` of this thread, not by replacing the function in its module: calls through a name
-imported earlier, through ``torch._C._nn`` or ``torch.ops.aten``, and those of ``nn.MultiheadAttention`` (without weights) are seen.
-Not seen are calls in other threads and in TorchScript, and recomputation after the context has ended (a checkpoint then reports
-other tensors than it saved: run backward inside). FlexAttention, which would see this rank's keys only, is refused.
+Attention is intercepted at PyTorch's dispatcher, as a kernel of the operator while a context is open, not by replacing the function
+in its module. So every call is seen: through a name imported earlier, in ``nn.MultiheadAttention``, in TorchScript, in any thread, and
+when a checkpoint recomputes during backward (run that inside: afterwards attention is plain again). A ``TorchFunctionMode`` sees
+what the operator cannot: it keeps ``torch.compile`` and fused inference layers from computing attention some other way, and refuses
+FlexAttention and attention weights, which would know of this rank's keys only.
 
 Gradients: inside, ``buffer.grad`` is that of this rank's part. Afterwards it is, on every rank, the gradient of the whole buffer, of
 the sum of all ranks' losses.
@@ -27,6 +28,8 @@ Shapes: ``B`` batch, ``H`` query heads, ``K`` key/value heads, ``S`` local seque
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,12 +51,6 @@ from megacp.sharding import gather
 __all__ = ["context_parallel", "context_parallel_unshard"]
 
 _LAYOUTS: dict[str, Callable[..., Layout]] = {"zigzag": Layout.zigzag, "contiguous": Layout.contiguous}
-
-_ATTENTIONS = (
-    F.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-)
 
 _in_use: list[torch.Tensor] = []  # buffers of all contexts that are open
 _ended = WeakTensorKeyDictionary()  # buffers that are whole again, as keys
@@ -94,7 +91,8 @@ def context_parallel(
         for buffer in found:
             buffer.enter()
             entered.append(buffer)
-        with _Door(members, [buffer.layout for buffer in found], layout, method, kernel):
+        door = _Door(members, [buffer.layout for buffer in found], layout, method, kernel)
+        with _opened(door), _Watch():
             yield
     except BaseException:  # other ranks may be elsewhere: nothing may be exchanged
         for buffer in entered:
@@ -203,34 +201,21 @@ class _Part(torch.autograd.Function):
         buffer, part = ctx.buffer, ctx.buffer.tensor
         d_part = d_part.detach()
         if any(x is part for x in _in_use):  # the user looks at the part
-            part.grad = d_part.clone() if part.grad is None else part.grad + d_part
+            with warnings.catch_warnings():  # of reading the gradient of what is no leaf
+                warnings.simplefilter("ignore")
+                before = part.grad
+            part.grad = d_part.clone() if before is None else before + d_part
         return gather(d_part, buffer.layout, buffer.group, buffer.dim), None
 
 
-class _Door(TorchFunctionMode):
-    """Sends attention to megacp; everything else goes its way."""
+class _Door:
+    """One open context's way of attending."""
 
     def __init__(
         self, group: Group, layouts: Sequence[Layout], default: str | Layout, method: str, kernel: str
     ) -> None:
-        super().__init__()
         self.group, self.default, self.method, self.kernel = group, default, method, kernel
         self.layouts = {layout.local_len: layout for layout in layouts}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _ATTENTIONS:
-            return self.attend(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return self._attend_inside(func, args, kwargs)
-        if getattr(func, "__name__", "") == "flex_attention":
-            raise UnsupportedError(
-                "megacp: FlexAttention was called inside context_parallel. Its mask is made for the whole sequence and would be "
-                "applied to this rank's part. Use F.scaled_dot_product_attention here, or megacp.attention with a megacp.Mask."
-            )
-        return func(*args, **kwargs)
 
     def attend(
         self,
@@ -268,7 +253,7 @@ class _Door(TorchFunctionMode):
         layout = self._layout(query.shape[2], shapes)
         mask = Mask.causal(layout.seq_len) if is_causal else Mask.full(layout.seq_len)
         out = attention(
-            *(x.transpose(1, 2) for x in _autocast(query, key, value)),
+            *(x.transpose(1, 2) for x in (query, key, value)),
             mask=mask,
             layout=layout,
             group=self.group,
@@ -290,29 +275,66 @@ class _Door(TorchFunctionMode):
             )
         return self.layouts[local_len]
 
-    def _attend_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run nn.MultiheadAttention's function, whose inner calls a mode does not see."""
-        given = inspect.signature(func).bind(*args, **kwargs)
-        if given.arguments.get("need_weights", True):
+
+_doors: list[_Door] = []  # of the contexts that are open, the innermost last
+
+
+def _attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stand in for the operator: attend by the innermost context. A compiled graph breaks here."""
+    attend: Callable[..., torch.Tensor] = _doors[-1].attend
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import would take a second
+        attend = torch.compiler.disable(attend)
+    return attend(*args, **kwargs)
+
+
+_attend._torchdynamo_disable = True  # type: ignore[attr-defined] # what torch.compiler.disable sets
+
+
+@contextmanager
+def _opened(door: _Door) -> Iterator[None]:
+    """Make ``_attend`` the operator's kernel, below autocast and above autograd, while any context is open."""
+    _doors.append(door)
+    library = torch.library.Library("aten", "IMPL") if len(_doors) == 1 else None
+    try:
+        if library is not None:
+            for key in (
+                "Autograd",
+                "CPU",
+                "CUDA",
+            ):  # the last two for inference mode, where Autograd is not asked
+                library.impl("scaled_dot_product_attention", _attend, key)
+        yield
+    finally:
+        _doors.remove(door)
+        if library is not None:
+            library._destroy()
+
+
+class _Watch(TorchFunctionMode):
+    """Sees to calls that would not reach the operator."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and torch.compiler.is_compiling():
+            return _attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward and _wants_weights(*args, **kwargs):
             raise UnsupportedError(
                 "megacp: nn.MultiheadAttention was called with need_weights=True inside context_parallel. No rank has the weights "
                 "of all keys. Pass need_weights=False."
             )
-        before = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = self.attend
-        try:
-            return func(*args, **kwargs)
-        finally:
-            F.scaled_dot_product_attention = before
+        if getattr(func, "__name__", "") == "flex_attention":
+            raise UnsupportedError(
+                "megacp: FlexAttention was called inside context_parallel. Its mask is made for the whole sequence and would be "
+                "applied to this rank's part. Use F.scaled_dot_product_attention here, or megacp.attention with a megacp.Mask."
+            )
+        return func(*args, **kwargs)
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as autocast does for the function that we stand in for."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+def _wants_weights(*args: Any, **kwargs: Any) -> bool:
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    return bool(given.get("need_weights", True))
 
 
 def _checked(

@@ -83,7 +83,8 @@ def _fill(row: Row, cp_size: int, aim: float) -> list[list[Part]]:
 
 def _price(row: Row, ranks: list[list[Part]]) -> tuple[int, int]:
     """Count cuts off the grain, and the keys that ranks need up to the last token they own of each document."""
-    off, ends = 0, {}
+    off = 0
+    ends: dict[tuple[int, int], int] = {}
     for rank, own in enumerate(ranks):
         for part in own:
             start = row.offset(part)

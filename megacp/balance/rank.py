@@ -12,6 +12,7 @@ __all__ = ["Rank"]
 _NEAR, _PAIRED, _ENDS = 24, 8, 12
 """How many parts are looked at for an exchange, alone and in pairs, and how many ends are looked at for moving."""
 
+SL = 32
 _UNSUITED = 3000
 """A cut off the grain is as bad as moving so many more keys, in tokens."""
 
@@ -24,6 +25,7 @@ class Rank:
         self.room, self.cap = room, cap  # tokens and work that it can still take
         self.spare = spare  # work that it can do without
         self.whole = max(cap, 1)
+        self.size = room
         self.own: list[Part] = []
         self.head: Part | None = None  # what is left of the part that was cut for this rank
         self._weigh()
@@ -100,6 +102,9 @@ class Rank:
             else:
                 low = middle + 1
         start = max(base + low * row.grain, part.start)
+        if (part.stop - start) * SL < self.size:  # too little for what its keys cost
+            insort(parts, part)
+            return self._weigh()
         self._take(row.part(part.document, start, part.stop))
         self.head = row.part(part.document, part.start, start) if start > part.start else None
         return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 from megacp.errors import SeamError
-from megacp.hosts.after_import import AfterImport, is_findable
+from megacp.after_import import AfterImport, is_findable
 from megacp.hosts.hooks import (
     Finding,
     Function,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -35,16 +35,43 @@ __all__ = [
 ]
 
 
+class Where(NamedTuple):
+    """What the numbers of a kernel call mean in the whole, int64, on the device.
+
+    Attributes:
+        queries, keys: global positions of the query slots [S] and of the key slots [T]; -1 where there is no token.
+        heads: the model's numbers of the query heads [H].
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    heads: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Options:
     """What one attention call asks of a kernel, beside its blocks.
 
     Attributes:
         scale: factor on the logits. softcap: c in c·tanh(logit / c), or None.
+        alibi_slopes: float [all query heads]; slope · |query position - key position| is taken off the logits. Or None.
+        dropout_p, dropout_seed: which pairs are dropped follows from their positions, see :mod:`megacp.dropout`.
+        max_logit: [all query heads], where the kernel keeps the largest logit that it has seen of each head. Or None.
+        where: filled in by the method for each step, if something above needs it.
     """
 
     scale: float
     softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    max_logit: torch.Tensor | None = None
+    where: Where | None = None
+
+    @property
+    def needs_positions(self) -> bool:
+        """Say whether a kernel must know global positions and heads."""
+        return self.alibi_slopes is not None or self.dropout_p > 0 or self.max_logit is not None
 
 
 @dataclass(frozen=True)

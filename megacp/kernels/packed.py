@@ -1,9 +1,9 @@
 """Blocks as packed sequences, for libraries that attend to many short sequences in one call ("varlen", "thd").
 
-The parts of a step's blocks become sequences: their queries lie one after another in one tensor, their keys in a second, and cumulative
-lengths say where each begins. Parts that share a mask (full, causal, one window) and have no query in common go in one call. What lies
-in order already is passed as a view; the rest is gathered by an index, and flipped parts are gathered backwards. Indices are made once
-for a list of blocks and kept.
+The parts of a step's blocks become sequences: their queries lie one after another in one tensor, their keys in a second, and
+cumulative lengths say where each begins. Parts that share a mask (full, causal, one window) and have no query in common go in one
+call. What lies in order already is passed as a view; the rest is gathered by an index, flipped parts backwards. Indices are made once
+for a list of blocks, and kept.
 
 Shapes: ``t`` packed queries, ``u`` packed keys; q [t, H, D], k [u, K, D], v [u, K, E], out [t, H, E], lse [H, t] float32.
 """
@@ -23,7 +23,7 @@ from megacp.kernels.cuts import UNLIMITED, Part, parts
 from megacp.merge import Partial
 from megacp.plans import Block
 
-__all__ = ["Call", "Forward", "backward", "forward", "refusal", "widened"]
+__all__ = ["Call", "Forward", "backward", "capability", "forward", "refusal", "widened"]
 
 _Where = slice | torch.Tensor
 
@@ -79,9 +79,16 @@ def refusal(request: Request, package: str, device: str = "cuda") -> str | None:
     """Refuse another device and what is not 16-bit, as every library of packed sequences does."""
     if request.device != device:
         return f"{package} runs on {device}, not {request.device}"
+    if device == "cuda" and capability() < 8:
+        return f"{package} needs a CUDA device of compute capability 8 or newer"
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"{package} computes in bfloat16 and float16, not {request.dtype}"
     return None
+
+
+def capability() -> int:
+    """Return the major compute capability of the current CUDA device, 0 if there is none."""
+    return int(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else 0
 
 
 def forward(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megacp.dropout import kept
 from megacp.kernels import Gradients, Options, Request, not_offered, rows_of
 from megacp.merge import Partial
 from megacp.plans import Block
@@ -22,7 +23,8 @@ _TILE = 256
 
 def refuses(request: Request) -> str | None:
     """Refuse nothing but options it does not know."""
-    return not_offered(request.options, "softcap")
+    known = ("softcap", "alibi_slopes", "dropout_p", "dropout_seed", "max_logit", "where")
+    return not_offered(request.options, *known)
 
 
 def forward(
@@ -34,9 +36,12 @@ def forward(
             rows, keys = rows_of(tile), slice(tile.k_start, tile.k_stop)
             logits, _ = _logits(q[rows, tile.q_start : tile.q_stop], k[rows, keys], tile, options)
             lse = torch.logsumexp(logits, -1)  # [b, K, G, s]
-            out = torch.einsum(
-                "bkgst,btke->bskge", torch.exp(logits - lse[..., None]), v[rows, keys].to(logits.dtype)
-            )
+            probs = torch.exp(logits - lse[..., None])
+            _note_largest(logits, options)
+            share = _kept_share(q[rows].shape[0], tile, k.shape[2], options)
+            if share is not None:
+                probs = probs * share
+            out = torch.einsum("bkgst,btke->bskge", probs, v[rows, keys].to(logits.dtype))
             yield Partial(out.flatten(2, 3), lse.flatten(1, 2), rows, tile.q_start, tile.q_stop)
 
 
@@ -71,11 +76,16 @@ def backward(
             d_tile, q_tile = d_tile.unflatten(2, (groups, -1)), q_tile.unflatten(2, (groups, -1))
             probs = torch.exp(logits - lse[rows, :, queries].to(dtype).unflatten(1, (groups, -1))[..., None])
             d_probs = torch.einsum("bskge,btke->bkgst", d_tile, v_tile)
+            share = _kept_share(q_tile.shape[0], tile, groups, options)
+            if share is not None:
+                d_probs = d_probs * share
             d_logits = probs * (d_probs - delta.unflatten(1, (groups, -1))[..., None])
             if slope is not None:
                 d_logits = d_logits * slope
             d_logits = d_logits * options.scale
-            into.dv[rows, keys] += torch.einsum("bkgst,bskge->btke", probs, d_tile)
+            into.dv[rows, keys] += torch.einsum(
+                "bkgst,bskge->btke", probs if share is None else probs * share, d_tile
+            )
             into.dk[rows, keys] += torch.einsum("bkgst,bskgd->btkd", d_logits, q_tile)
             into.dq[rows, queries] += torch.einsum("bkgst,btkd->bskgd", d_logits, k_tile).flatten(2, 3)
 
@@ -100,9 +110,41 @@ def _logits(
     if options.softcap is not None:
         capped = torch.tanh(logits / options.softcap)
         logits, slope = capped * options.softcap, 1 - capped * capped
+    if options.alibi_slopes is not None and options.where is not None:
+        queries, keys, heads = options.where
+        distance = queries[tile.q_start : tile.q_stop, None] - keys[None, tile.k_start : tile.k_stop]
+        slopes = options.alibi_slopes[heads].to(dtype).unflatten(0, (k.shape[2], -1))
+        logits = logits - slopes[..., None, None] * distance.abs()
     if tile.kind != "full":
         queries = torch.arange(tile.q_start, tile.q_stop, device=q.device)[:, None]
         keys = torch.arange(tile.k_start, tile.k_stop, device=q.device)[None, :]
         hidden = (keys - queries < tile.lo) | (keys - queries > tile.hi)
         logits = logits.masked_fill(hidden, -torch.inf)
     return logits, slope
+
+
+def _kept_share(rows: int, tile: Block, groups: int, options: Options) -> torch.Tensor | None:
+    """Return 1 / (1 - p) for pairs that are kept and 0 for those dropped, [b, K, G, s, t]; None without dropout."""
+    if not options.dropout_p or options.where is None:
+        return None
+    queries, keys, heads = options.where
+    first = max(tile.row, 0)
+    numbers = torch.arange(first, first + rows, device=queries.device)
+    keep = kept(
+        options.dropout_p,
+        options.dropout_seed,
+        numbers,
+        heads,
+        queries[tile.q_start : tile.q_stop],
+        keys[tile.k_start : tile.k_stop],
+    )
+    share: torch.Tensor = keep.unflatten(1, (groups, -1)) / (1 - options.dropout_p)
+    return share
+
+
+def _note_largest(logits: torch.Tensor, options: Options) -> None:
+    """Keep the largest visible logit of each head."""
+    if options.max_logit is not None and options.where is not None:
+        heads = options.where.heads
+        largest = logits.flatten(1, 2).amax((0, 2, 3)).to(options.max_logit.dtype)
+        options.max_logit[heads] = torch.maximum(options.max_logit[heads], largest)

@@ -10,7 +10,7 @@ A method from outside registers itself with :func:`register`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -19,10 +19,10 @@ import torch
 
 from megacp.errors import ConfigError
 from megacp.groups import Group
-from megacp.kernels import Kernel, Options
+from megacp.kernels import Kernel, Options, Where
 from megacp.layout import Layout
 from megacp.mask import Mask
-from megacp.plans import Plan, Schedule, Sizes
+from megacp.plans import Plan, Schedule, Sizes, Step
 
 __all__ = [
     "Call",
@@ -52,6 +52,18 @@ class Call:
     group: Group
     kernel: Kernel
     options: Options
+    first_head: int = 0  # the model's number of the first query head here, where heads are divided
+
+    def at(self, step: Step, q: torch.Tensor) -> Options:
+        """Return the options for one step's kernel calls with queries ``q`` [B, S, H, D]."""
+        if not self.options.needs_positions:
+            return self.options
+        where = Where(
+            torch.from_numpy(step.queries).to(q.device),
+            torch.from_numpy(step.keys).to(q.device),
+            torch.arange(self.first_head, self.first_head + q.shape[2], device=q.device),
+        )
+        return replace(self.options, where=where)
 
 
 class Method(Schedule, Protocol):

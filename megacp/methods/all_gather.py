@@ -29,7 +29,7 @@ def forward(
     state = State((*q.shape[:3], v.shape[-1]), accumulation_dtype(q.dtype), q.device)
     k_global, v_global = _gathered(k, call, "forward (keys)"), _gathered(v, call, "forward (values)")
     for step in call.plan.steps(call.group.rank):
-        for part in call.kernel.forward(q, k_global, v_global, step.blocks, call.options):
+        for part in call.kernel.forward(q, k_global, v_global, step.blocks, call.at(step, q)):
             state.add(part)
     return state.finish(sinks)
 
@@ -50,7 +50,7 @@ def backward(
         *(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k_global, v_global))
     )
     for step in call.plan.steps(call.group.rank):
-        call.kernel.backward(d_out, q, k_global, v_global, out, lse, step.blocks, call.options, into)
+        call.kernel.backward(d_out, q, k_global, v_global, out, lse, step.blocks, call.at(step, q), into)
     return into.dq, _returned(into.dk, call, "keys"), _returned(into.dv, call, "values")
 
 

@@ -10,6 +10,8 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509); dividing heads that do not divide 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -29,10 +31,11 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Trade tokens for heads, attend, and trade back."""
     trade = _trade(q, k, call)
+    call = replace(call, first_head=trade.mine.queries.start)
     q_all, k_all, v_all = trade.inputs(q, k, v)
     state = State((*q_all.shape[:3], v.shape[-1]), accumulation_dtype(q.dtype), q.device)
     for step in call.plan.steps(call.group.rank):
-        for part in call.kernel.forward(q_all, k_all, v_all, step.blocks, call.options):
+        for part in call.kernel.forward(q_all, k_all, v_all, step.blocks, call.at(step, q_all)):
             state.add(part)
     out, lse = state.finish(trade.sinks(sinks))
     return trade.results(out.to(q.dtype), lse)
@@ -49,12 +52,15 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do the same with gradients."""
     trade, dtype = _trade(q, k, call), accumulation_dtype(q.dtype)
+    call = replace(call, first_head=trade.mine.queries.start)
     d_all, q_all, k_all, v_all, out_all, lse_all = trade.backward_inputs(d_out, q, k, v, out, lse)
     into = kernels.Gradients(
         *(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_all, k_all, v_all))
     )
     for step in call.plan.steps(call.group.rank):
-        call.kernel.backward(d_all, q_all, k_all, v_all, out_all, lse_all, step.blocks, call.options, into)
+        call.kernel.backward(
+            d_all, q_all, k_all, v_all, out_all, lse_all, step.blocks, call.at(step, q_all), into
+        )
     return trade.gradients(into.dq, into.dk, into.dv, q.dtype)
 
 

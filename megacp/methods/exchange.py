@@ -45,7 +45,7 @@ def forward(
     incoming = _fetch(kv, routes, call, "forward")
     for step in call.plan.steps(call.group.rank):
         here = _joined(incoming, kv, routes) if step.owner == OTHERS else kv
-        for part in call.kernel.forward(q, *here, step.blocks, call.options):
+        for part in call.kernel.forward(q, *here, step.blocks, call.at(step, q)):
             state.add(part)
     incoming.wait()
     return state.finish(sinks)
@@ -69,10 +69,10 @@ def backward(
     first, *rest = call.plan.steps(call.group.rank)
     for step in rest:
         into = kernels.Gradients(dq, *far_grads)
-        call.kernel.backward(d_out, q, *far, out, lse, step.blocks, call.options, into)
+        call.kernel.backward(d_out, q, *far, out, lse, step.blocks, call.at(step, q), into)
     returning = _give_back(far_grads, routes, call)
     into = kernels.Gradients(dq, *own)
-    call.kernel.backward(d_out, q, k, v, out, lse, first.blocks, call.options, into)
+    call.kernel.backward(d_out, q, k, v, out, lse, first.blocks, call.at(first, q), into)
     for slots, grads in zip(routes.sends, returning.parts(own), strict=True):
         for mine, theirs in zip(own, grads, strict=True):
             mine.index_add_(1, slots, theirs)

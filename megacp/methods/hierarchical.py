@@ -42,7 +42,8 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Trade tokens for heads inside the team, go round the ring of teams, and trade back."""
-    trade, across = _inside(q, k, call), _across(call)
+    trade = _inside(q, k, call)
+    across = _across(call, trade)
     out, lse = _outer().forward(*trade.inputs(q, k, v), across, trade.sinks(sinks))
     return trade.results(out.to(q.dtype), lse)
 
@@ -57,7 +58,8 @@ def backward(
     call: Call,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Do the same with gradients."""
-    trade, across = _inside(q, k, call), _across(call)
+    trade = _inside(q, k, call)
+    across = _across(call, trade)
     gradients = _outer().backward(*trade.backward_inputs(d_out, q, k, v, out, lse), across)
     return trade.gradients(*gradients, q.dtype)
 
@@ -154,8 +156,11 @@ def _inside(q: torch.Tensor, k: torch.Tensor, call: Call) -> heads.Trade:
     return heads.Trade(call.group.part(members), call.plan.layout, members[0], q.shape[2], k.shape[2])
 
 
-def _across(call: Call) -> Call:
+def _across(call: Call, trade: heads.Trade) -> Call:
     """Turn the call into one of the ring of teams: the ranks that stand where this one does in their teams."""
     inner, _ = _sizes(call.plan)
     members = range(call.group.rank % inner, call.group.size, inner)
-    return replace(call, plan=_ring_of_teams(call.plan), group=call.group.part(members))
+    first_head = trade.mine.queries.start
+    return replace(
+        call, plan=_ring_of_teams(call.plan), group=call.group.part(members), first_head=first_head
+    )

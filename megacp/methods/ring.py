@@ -35,7 +35,7 @@ def forward(
     buffers = _Buffers(k.contiguous(), v.contiguous())
     for step in call.plan.steps(call.group.rank):
         incoming = _pass_on(call, step, buffers, "forward")
-        for part in call.kernel.forward(q, *buffers.here, step.blocks, call.options):
+        for part in call.kernel.forward(q, *buffers.here, step.blocks, call.at(step, q)):
             state.add(part)
         incoming.wait()
         buffers.turn()
@@ -61,7 +61,7 @@ def backward(
         incoming = _pass_on(call, step, buffers, "backward")
         grads = own if step.owner == rank else _zeros_like(buffers.here, dtype)
         into = kernels.Gradients(dq, *grads)
-        call.kernel.backward(d_out, q, *buffers.here, out, lse, step.blocks, call.options, into)
+        call.kernel.backward(d_out, q, *buffers.here, out, lse, step.blocks, call.at(step, q), into)
         travelling.add_to(grads)
         incoming.wait()
         buffers.turn()

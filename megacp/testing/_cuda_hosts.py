@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megacp.hosts.after_import import AfterImport
+from megacp.after_import import AfterImport
 from megacp.testing._changes import Changes
 
 __all__ = ["bridge"]
@@ -132,7 +132,7 @@ def _triton_to_import() -> Iterator[None]:
 
 
 def _yarn(changes: Changes, module: ModuleType) -> str:
-    """Build YaRN's table on the CPU: the class opens `with torch.device(number)`, which needs an accelerator."""
+    """Build YaRN's table on the CPU: its `with torch.device(number)` needs an accelerator."""
     embedding = module.YarnRotaryEmbedding
     original = embedding.__init__
     signature = inspect.signature(original)
@@ -156,7 +156,7 @@ def _router(changes: Changes, module: ModuleType) -> str:
 
 
 def _recompute(changes: Changes, module: ModuleType) -> str:
-    """Recompute without asking Transformer Engine about FP8, which Megatron does also where it is not there."""
+    """Recompute without asking Transformer Engine about FP8, which Megatron does also without it."""
     recompute = getattr(module, "CheckpointWithoutOutput", None)
     if recompute is None or getattr(module, "HAVE_TE", False):
         return "left as it is"
