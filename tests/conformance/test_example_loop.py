@@ -185,7 +185,8 @@ def test_context_parallel_beside_another_axis_trains_the_same_float64(
 
 def test_distributed_optimizer_trains_the_same_float32(trainings: Trainings) -> None:
     # Without biases: the gradient of a key's bias is 0 but for rounding (softmax does not see it), and Adam makes steps of noise.
-    plain = ("--disable-bias-linear", "--lr", "1e-3")
+    # Other elements of next to no gradient are the reason for the small learning rate: what they differ by is a share of it.
+    plain = ("--disable-bias-linear", "--lr", "3e-4")
     flags = ("--use-distributed-optimizer", *plain)
     alone = trainings.run(*flags, ranks_used=2, dtype="float32", documents="eod")
     assert_same(alone, trainings.run(*flags, *cp(2), ranks_used=4, dtype="float32", documents="eod"), 1e-5)
