@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("parallelism")
     group.add_argument("--tensor-model-parallel-size", type=positive, default=1)
+    group.add_argument("--sequence-parallel", action="store_true", help="with tensor parallelism")
     group.add_argument("--pipeline-model-parallel-size", type=positive, default=1)
     group.add_argument("--virtual-pipeline-model-parallel-size", type=positive, default=None)
     group.add_argument("--context-parallel-size", type=positive, default=1)

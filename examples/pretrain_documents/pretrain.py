@@ -71,6 +71,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         attention_dropout=args.attention_dropout,
         hidden_dropout=args.hidden_dropout,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pretrain_documents"
 
@@ -33,13 +34,26 @@ def train_here(argv: list[str], settings: dict[str, Any] | None) -> list[dict[st
     if str(EXAMPLE) not in sys.path:
         sys.path.insert(0, str(EXAMPLE))
     import pretrain
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
 
+    shapes: set[tuple[int, ...]] = set()
+    hand_over = GPTModel.set_input_tensor
+
+    def noting(self: Any, arriving: Any) -> None:
+        for x in arriving if isinstance(arriving, list) else [arriving]:
+            shapes.update([tuple(x.shape)] if x is not None else [])
+        hand_over(self, arriving)
+
+    GPTModel.set_input_tensor = noting
     try:
-        return pretrain.main(argv)
+        records = pretrain.main(argv)
     finally:
-        from megatron.core import parallel_state
-
+        GPTModel.set_input_tensor = hand_over
         parallel_state.destroy_model_parallel()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, sorted(shapes))
+    return [{**record, "stage_inputs": sorted({s for part in gathered for s in part})} for record in records]
 
 
 def read_run(records: list[dict[str, Any]], folder: Path) -> Run:

@@ -167,11 +167,12 @@ def test_learned_positions_train_the_same_float64(trainings: Trainings) -> None:
     "flags",
     [
         ("--tensor-model-parallel-size", "2"),
+        ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
         ("--pipeline-model-parallel-size", "2"),
         ("--pipeline-model-parallel-size", "2", "--virtual-pipeline-model-parallel-size", "1"),
         (),  # data parallel 2
     ],
-    ids=["tp2", "pp2", "pp2 interleaved", "dp2"],
+    ids=["tp2", "tp2 sequence parallel", "pp2", "pp2 interleaved", "dp2"],
 )
 def test_context_parallel_beside_another_axis_trains_the_same_float64(
     trainings: Trainings, flags: tuple[str, ...], documents: str
@@ -181,6 +182,28 @@ def test_context_parallel_beside_another_axis_trains_the_same_float64(
     alone = trainings.run(*flags, ranks_used=2, hooked=documents != "off", documents=documents)
     both = trainings.run(*flags, *cp(2), ranks_used=4, documents=documents)
     assert_same(alone, both, 1e-9)
+
+
+def test_D66_pipeline_messages_hold_one_share_of_the_sequence_and_train_the_same_float64(
+    trainings: Trainings,
+) -> None:
+    flags = (
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        "--pipeline-model-parallel-size",
+        "2",
+    )
+    alone = trainings.run(*flags, ranks_used=4, documents="eod")
+    both = trainings.run(*flags, *cp(2), ranks_used=8, documents="eod")
+    assert_same(alone, both, 1e-9)
+    # [S / tp, B, hidden] and [S / (cp * tp), B, hidden]
+    assert {tuple(shape) for record in alone.records for shape in record["stage_inputs"]} == {
+        (SEQ // 2, 2, 32)
+    }
+    assert {tuple(shape) for record in both.records for shape in record["stage_inputs"]} == {
+        (SEQ // 4, 2, 32)
+    }
 
 
 def test_distributed_optimizer_trains_the_same_float32(trainings: Trainings) -> None:
