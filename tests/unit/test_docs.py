@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,14 +10,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import megacp.methods
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-# command as shown -> the test that runs it
+# command as shown (its first words, if it goes on over several lines) -> the test that runs it
 RUN_BY = {
+    "make -C megatron/core/datasets": "tests/conformance/test_cpu_page.py, where MEGACP_TREES names a checkout",
+    "torchrun --nproc-per-node 2 -m megacp pretrain_gpt.py": "tests/conformance/test_cpu_page.py",
     "bash examples/pretrain_documents/run.sh": "test_the_first_command_trains_and_compares",
     "bash tests/run.sh": "this very run: .ci/run and people start it",
+    "python tools/gpu_check.py": "test_the_gpu_check_says_that_there_is_no_gpu",
+    "python tools/gpu_check.py --device cpu": "test_the_gpu_check_finds_the_cpu_kernels_exact",
 }
 
 
@@ -26,14 +34,14 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def test_every_command_shown_is_run_by_a_test() -> None:
     shown = [
-        (page.name, line) for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()
+        (page.name, command)
+        for page in PAGES
+        for block in blocks(page, "bash")
+        for command in block.replace("\\\n", " ").splitlines()
+        if command.strip() and not command.startswith("#")
     ]
     assert shown
-    unknown = [
-        (page, line)
-        for page, line in shown
-        if line.strip() and not line.startswith("#") and line not in RUN_BY
-    ]
+    unknown = [(page, command) for page, command in shown if not command.startswith(tuple(RUN_BY))]
     assert not unknown
 
 
@@ -70,3 +78,34 @@ def test_the_first_command_trains_and_compares(tmp_path: Path) -> None:
     assert "megacp is hooked in:" in done.stderr and "2 ranks share each sequence" in done.stderr
     assert "largest relative difference of a parameter" in done.stdout
     assert "The same training" in done.stdout
+
+
+def gpu_check(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/gpu_check.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tools/gpu_check.py itself")
+def test_the_gpu_check_says_that_there_is_no_gpu() -> None:
+    done = gpu_check()
+    assert done.returncode == 2
+    assert done.stdout.count("\n") == 1 and "no CUDA device" in done.stdout
+
+
+def test_the_gpu_check_finds_the_cpu_kernels_exact(tmp_path: Path) -> None:
+    masks = ["--mask", "causal", "--mask", "documents+window"]
+    few = ["--tokens", "48", "--timed-tokens", "64", "--times", "1", "--json", str(tmp_path / "report.json")]
+    done = gpu_check("--device", "cpu", *masks, *few)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    checked = {(row["kernel"], row["method"]) for row in report["rows"] if row["result"] == "exact"}
+    ways = {"attention()", *megacp.methods.names()}
+    assert checked == {(kernel, way) for kernel in ("sdpa", "reference") for way in ways}
+    assert {line["kernel"] for line in report["times"] if "ratio" in line} == {"sdpa", "reference"}
+    assert report["counts"]["WRONG"] == report["counts"]["FAILED"] == 0
