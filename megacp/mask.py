@@ -19,16 +19,9 @@ import torch
 
 from megacp.errors import ConfigError
 from megacp.layout import as_offsets
+from megacp.slices import ALL_ROWS, COLUMNS, UNBOUNDED, pairs, read_dense, trim
 
-__all__ = ["ALL_ROWS", "COLUMNS", "UNBOUNDED", "Mask", "pairs", "trim"]
-
-UNBOUNDED = 1 << 40
-"""A diagonal that bounds nothing: larger than any sequence, small enough never to overflow."""
-
-ALL_ROWS = -1
-"""In a slice's row column: the slice holds for every row of the micro-batch."""
-
-COLUMNS = ("row", "q_start", "q_stop", "k_start", "k_stop", "lo", "hi")
+__all__ = ["Mask"]
 
 Window = int | tuple[int | None, int | None] | None
 
@@ -138,7 +131,7 @@ class Mask:
             raise ConfigError(
                 f"megacp: a dense mask must be bool [G, G], True where a key is visible, not {table.dtype} {table.shape}."
             )
-        return _make("dense", len(table), _slices_of(table))
+        return _make("dense", len(table), read_dense(table))
 
     def with_spans(self, spans: Any) -> Mask:
         """Let the tokens of each span see each other in both directions, as images do inside causal text.
@@ -252,45 +245,6 @@ class Mask:
         return kept
 
 
-def trim(slices: np.ndarray) -> np.ndarray:
-    """Shrink slices to the smallest rectangles that hold their visible pairs, and drop empty ones.
-
-    Diagonals that no longer cut anything become :data:`UNBOUNDED`. Every row and every column of what is left has a visible pair.
-    Shapes: int64 [n, 7] -> [m, 7], m <= n.
-    """
-    row, q0, q1, k0, k1, lo, hi = slices.T
-    q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
-    k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
-    hi = np.where(hi >= k1 - 1 - q0, UNBOUNDED, hi)
-    lo = np.where(lo <= k0 - q1 + 1, -UNBOUNDED, lo)
-    out: np.ndarray = np.stack([row, q0, q1, k0, k1, lo, hi], 1)[(q1 > q0) & (k1 > k0)]
-    return out
-
-
-def pairs(slices: np.ndarray) -> np.ndarray:
-    """Count the visible pairs of each slice, int64 [n]. Source: own; two ramp sums a diagonal."""
-    _, q0, q1, k0, k1, lo, hi = slices.T
-    hi = np.minimum(hi, k1 - 1 - q0)
-    lo = np.maximum(lo, k0 - q1 + 1)
-
-    def ramp(x: np.ndarray) -> np.ndarray:
-        x = np.maximum(x, 0)
-        sums: np.ndarray = x * (x + 1) // 2
-        return sums
-
-    def up_to(diagonal: np.ndarray) -> np.ndarray:
-        count: np.ndarray = (
-            ramp(q1 + diagonal - k0)
-            - ramp(q0 + diagonal - k0)
-            - ramp(q1 + diagonal - k1)
-            + ramp(q0 + diagonal - k1)
-        )
-        return count
-
-    counts: np.ndarray = np.where((q1 > q0) & (k1 > k0) & (hi >= lo), up_to(hi) - up_to(lo - 1), 0)
-    return counts
-
-
 def _check_spans(spans: list[tuple[int, ...]], slices: np.ndarray, seq_len: int) -> None:
     last = 0
     for span in spans:
@@ -312,52 +266,6 @@ def _check_spans(spans: list[tuple[int, ...]], slices: np.ndarray, seq_len: int)
                 f"megacp: span {span} cannot be seen both ways: the mask must be causal, and let each of its tokens see all before "
                 "it in the span. Keep spans inside one document, and out of windows."
             )
-
-
-def _slices_of(table: np.ndarray) -> list[tuple[int, ...]]:
-    """Cover the True values by slices: runs of rows whose edges stand still or move one key a row."""
-    open_runs: list[
-        list[int]
-    ] = []  # first row, start, stop in the first row, then how both edges move (-1: not known yet)
-    done: list[tuple[int, ...]] = []
-
-    def close(run: list[int], stop_row: int) -> None:
-        first, start, stop, start_moves, stop_moves = run
-        height = stop_row - first - 1
-        lo = start - first if start_moves == 1 else -UNBOUNDED
-        hi = stop - 1 - first if stop_moves == 1 else UNBOUNDED
-        done.append((ALL_ROWS, first, stop_row, start, stop + height * (stop_moves == 1), lo, hi))
-
-    for index, row in enumerate(table):
-        edges = np.flatnonzero(np.diff(np.r_[False, row, False].astype(np.int8)))
-        intervals = list(map(tuple, edges.reshape(-1, 2).tolist()))
-        going_on = []
-        for run in open_runs:
-            first, start, stop, start_moves, stop_moves = run
-            age = index - first
-            fits = [
-                (a, b)
-                for a, b in intervals
-                if a - start in ((0, 1) if start_moves < 0 else (age * start_moves,))
-                and b - stop in ((0, 1) if stop_moves < 0 else (age * stop_moves,))
-            ]
-            if fits:
-                intervals.remove(fits[0])
-                going_on.append(
-                    [
-                        first,
-                        start,
-                        stop,
-                        fits[0][0] - start if age == 1 else start_moves,
-                        fits[0][1] - stop if age == 1 else stop_moves,
-                    ]
-                )
-            else:
-                close(run, index)
-        open_runs = going_on + [[index, a, b, -1, -1] for a, b in intervals]
-    for run in open_runs:
-        close(run, len(table))
-    return done
 
 
 def _make(

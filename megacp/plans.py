@@ -17,7 +17,8 @@ import numpy as np
 
 from megacp.errors import ConfigError
 from megacp.layout import Layout
-from megacp.mask import UNBOUNDED, Mask, pairs, trim
+from megacp.mask import Mask
+from megacp.slices import UNBOUNDED, count, joined, moved, overlaps, pairs, trim
 
 __all__ = [
     "ALL_OWNERS",
@@ -67,7 +68,7 @@ class Block(NamedTuple):
     @property
     def pairs(self) -> int:
         """Count the visible (query, key) pairs."""
-        return _count(self[1:])
+        return count(self[1:])
 
 
 @dataclass(frozen=True)
@@ -261,11 +262,11 @@ def queries_of(layout: Layout, mask: Mask, rank: int) -> np.ndarray:
     pieces, slices = layout.pieces[rank], mask.slices
     if not len(pieces) or not len(slices):
         return np.zeros((0, 7), np.int64)
-    which, piece = _overlaps(slices[:, 1], slices[:, 2], pieces[:, 0], pieces[:, 1])
+    which, piece = overlaps(slices[:, 1], slices[:, 2], pieces[:, 0], pieces[:, 1])
     cut, piece_rows = slices[which].copy(), pieces[piece]
     cut[:, 1] = np.maximum(cut[:, 1], piece_rows[:, 0])
     cut[:, 2] = np.minimum(cut[:, 2], piece_rows[:, 1])
-    return trim(_moved(cut, q_by=piece_rows[:, 2] - piece_rows[:, 0]))
+    return trim(moved(cut, q_by=piece_rows[:, 2] - piece_rows[:, 0]))
 
 
 def blocks_in(queries: np.ndarray, pieces: np.ndarray) -> tuple[Block, ...]:
@@ -274,11 +275,11 @@ def blocks_in(queries: np.ndarray, pieces: np.ndarray) -> tuple[Block, ...]:
     Shapes: queries int64 [n, 7] from :func:`queries_of`; pieces int64 [m, 3] rows (start, stop, slot) as in a layout.
     """
     start, stop, slot = pieces.T
-    which, piece = _overlaps(queries[:, 3], queries[:, 4], start, stop)
+    which, piece = overlaps(queries[:, 3], queries[:, 4], start, stop)
     cut = queries[which].copy()
     cut[:, 3] = np.maximum(cut[:, 3], start[piece])
     cut[:, 4] = np.minimum(cut[:, 4], stop[piece])
-    return merged(trim(_moved(cut, k_by=(slot - start)[piece])))
+    return merged(trim(moved(cut, k_by=(slot - start)[piece])))
 
 
 def head_ranges(heads: int, ranks: int) -> list[range]:
@@ -292,72 +293,15 @@ def blocks_of(layout: Layout, mask: Mask, rank: int) -> dict[int, tuple[Block, .
     """List for each owner the blocks between a rank's queries and that owner's keys, merged to the fewest calls."""
     found: dict[int, list[np.ndarray]] = {}
     for cut, slots, owner in _cut_keys(queries_of(layout, mask, rank), layout):
-        local = trim(_moved(cut, k_by=slots))
+        local = trim(moved(cut, k_by=slots))
         for one in np.unique(owner):
             found.setdefault(int(one), []).append(local[owner == one])
     return {owner: merged(np.concatenate(parts)) for owner, parts in found.items()}
 
 
 def merged(slices: np.ndarray) -> tuple[Block, ...]:
-    """Join slices whose union is itself one slice, until none is left to join.
-
-    Two disjoint slices join if the bounding rectangle, cut by their common diagonals, has exactly as many pairs as the two
-    together and loses none of either. Source: own.
-    """
-    blocks = sorted(map(tuple, slices.tolist()))
-    while len(blocks) > 1:
-        before = len(blocks)
-        for order in ((0, 3, 1), (0, 1, 3)):
-            blocks = _join_neighbours(sorted(blocks, key=lambda b, o=order: tuple(b[i] for i in o)))  # type: ignore[misc]
-        if len(blocks) == before:
-            break
-    return tuple(Block(*b) for b in blocks)
-
-
-def _join_neighbours(blocks: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = []
-    for block in blocks:
-        while out and (union := _union(out[-1], block)) is not None:
-            out.pop()
-            block = union
-        out.append(block)
-    return out
-
-
-def _union(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the slice that is exactly the union of two disjoint slices, or None."""
-    row, aq0, aq1, ak0, ak1, alo, ahi = a
-    brow, bq0, bq1, bk0, bk1, blo, bhi = b
-    if row != brow or bq0 > aq1 or aq0 > bq1 or bk0 > ak1 or ak0 > bk1:
-        return None
-    los = {x for x in (alo, blo) if x > -UNBOUNDED}
-    his = {x for x in (ahi, bhi) if x < UNBOUNDED}
-    if len(los) > 1 or len(his) > 1:
-        return None
-    lo, hi = min(los, default=-UNBOUNDED), max(his, default=UNBOUNDED)
-    whole = (row, min(aq0, bq0), max(aq1, bq1), min(ak0, bk0), max(ak1, bk1), lo, hi)
-    cut = [(r, q0, q1, k0, k1, lo, hi) for r, q0, q1, k0, k1, _, _ in (a, b)]
-    n_a, n_b = _count(a[1:]), _count(b[1:])
-    same = _count(whole[1:]) == n_a + n_b and _count(cut[0][1:]) == n_a and _count(cut[1][1:]) == n_b
-    return whole if same else None
-
-
-def _count(numbers: tuple[int, ...]) -> int:
-    """Count the visible pairs of one slice (q_start, q_stop, k_start, k_stop, lo, hi), in plain integers.
-
-    The same as :func:`megacp.mask.pairs`, ten times faster for a single slice.
-    """
-    q0, q1, k0, k1, lo, hi = numbers
-    hi, lo = min(hi, k1 - 1 - q0), max(lo, k0 - q1 + 1)
-    if q1 <= q0 or k1 <= k0 or hi < lo:
-        return 0
-    count = 0
-    for sign, diagonal in ((1, hi), (-1, lo - 1)):
-        for plus, side in ((1, q1 - k0), (-1, q0 - k0), (-1, q1 - k1), (1, q0 - k1)):
-            size = side + diagonal
-            if size > 0:
-                count += sign * plus * (size * (size + 1) // 2)
-    return count
+    """Turn slices in local numbers into the fewest blocks found."""
+    return tuple(Block(*numbers) for numbers in joined(slices))
 
 
 def _cut_keys(queries: np.ndarray, layout: Layout) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -370,7 +314,7 @@ def _cut_keys(queries: np.ndarray, layout: Layout) -> Iterator[tuple[np.ndarray,
     portion = 1 << 18
     for at in range(0, len(queries), portion):
         part = queries[at : at + portion]
-        which, piece = _overlaps(part[:, 3], part[:, 4], start, stop)
+        which, piece = overlaps(part[:, 3], part[:, 4], start, stop)
         cut = part[which].copy()
         cut[:, 3] = np.maximum(cut[:, 3], start[piece])
         cut[:, 4] = np.minimum(cut[:, 4], stop[piece])
@@ -406,7 +350,7 @@ def _needs(layout: Layout, mask: Mask) -> np.ndarray:
     unions = [joined_ranges(queries_of(layout, mask, rank)[:, 3:5]) for rank in range(layout.cp_size)]
     rank = np.repeat(np.arange(layout.cp_size), [len(union) for union in unions])
     first, last = np.concatenate(unions).T
-    which, piece = _overlaps(first, last, start, stop)
+    which, piece = overlaps(first, last, start, stop)
     first, last = np.maximum(first[which], start[piece]), np.minimum(last[which], stop[piece])
     rows = np.stack([rank[which], owner[piece], first, last], 1)
     rows = rows[rows[:, 0] != rows[:, 1]]
@@ -431,28 +375,4 @@ def _spelt(pieces: np.ndarray) -> np.ndarray:
     out = np.full(int((pieces[:, 2] + sizes).max(initial=0)), -1, np.int64)
     for start, stop, slot in pieces:
         out[slot : slot + stop - start] = np.arange(start, stop)
-    return out
-
-
-def _overlaps(
-    starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Pair each range [start, stop) with each disjoint range [low, high) that it overlaps; two index arrays."""
-    order = np.argsort(lows, kind="stable")
-    first = np.searchsorted(highs[order], starts, side="right")
-    last = np.searchsorted(lows[order], stops, side="left")
-    count = np.maximum(last - first, 0)
-    which = np.repeat(np.arange(len(starts)), count)
-    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return which, order[np.repeat(first, count) + within]
-
-
-def _moved(slices: np.ndarray, q_by: np.ndarray | int = 0, k_by: np.ndarray | int = 0) -> np.ndarray:
-    """Count queries and keys from other origins; the diagonals move along."""
-    out: np.ndarray = slices.copy()
-    out[:, 1:3] += np.reshape(q_by, (-1, 1))
-    out[:, 3:5] += np.reshape(k_by, (-1, 1))
-    shift = np.asarray(k_by) - np.asarray(q_by)
-    for column, open_at in ((5, -UNBOUNDED), (6, UNBOUNDED)):
-        out[:, column] = np.where(slices[:, column] == open_at, open_at, slices[:, column] + shift)
     return out

@@ -184,10 +184,10 @@ def refusal(cell: Cell) -> Refusal | None:
     option = OPTIONS[cell.option]
     if cell.mask == "documents by row" and option.format == "thd":
         words = ("mask has 2 different rows", "batch 1")
-        return Refusal("ShapeError", words, "a packed tensor (thd) has one row, the mask two that differ")
+        return Refusal("ShapeError", words, "thd with a mask whose rows differ: a packed tensor has one row")
     if cell.method == "all_to_all" and option.heads[0] < cell.cp_size:
         words = (f"{option.heads[0]} query heads", f"of {cell.cp_size} ranks")
-        return Refusal("UnsupportedError", words, "fewer query heads than ranks")
+        return Refusal("UnsupportedError", words, "more ranks than query heads (5 heads over 6 or 8 ranks)")
     if cell.kernel == "sdpa":
         asked = {
             "softcap": "softcap",
@@ -196,7 +196,7 @@ def refusal(cell: Cell) -> Refusal | None:
             "max logit": "max_logit",
         }
         if cell.option in asked:
-            reason = "kernel sdpa: PyTorch's operator does not offer it; kernel 'auto' takes another"
+            reason = "kernel sdpa, whose operator lacks softcap, ALiBi, dropout and max logit; 'auto' takes another"
             return Refusal("UnsupportedError", ("sdpa", asked[cell.option]), reason)
     return None
 

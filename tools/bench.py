@@ -6,7 +6,9 @@
 One process runs PyTorch's attention with all cores; the others run with one core a rank, forward and backward, on the same tensors.
 Each result is first held against the one process's; a wrong one is not timed. Then all take turns, in another order each round,
 and every time is divided by that of the one process in the same round, so that a machine that is busy with other things disturbs
-all alike. Memory is the growth of the resident set at its peak, the largest rank's. Writes OUTPUT.json and OUTPUT.png.
+all alike. Beside the time on the clock stands the processor time of the busiest rank, which such a machine disturbs less, and which
+alone means something where there are more ranks than cores (for one process it is divided by the cores). Memory is the growth of
+the resident set at its peak, the largest rank's. Writes OUTPUT.json and OUTPUT.png.
 
 Peers are optional (pip install deepspeed yunchang axolotl-ringmaster) and left out with a sentence where they cannot run.
 """
@@ -39,6 +41,7 @@ from bench_contestants import ALONE, NAMES, Case  # noqa: E402
 from megacp.testing.ranks import Pool, RanksError  # noqa: E402
 
 LENGTHS = ROOT / "tools" / "data" / "document_lengths.csv"
+BALANCED = "exchange, balanced"
 ALLOWED = {
     "float64": 1e-10,
     "float32": 1e-5,
@@ -70,10 +73,11 @@ def cases(args: argparse.Namespace) -> list[Case]:
         for ranks in args.ranks
     ]
     for ranks in args.packed_ranks if args.lengths.exists() else []:
-        tokens = args.packed_tokens * ranks
-        lengths = documents(tokens, args.lengths)
-        name = f"{tokens:,} tokens in {len(lengths)} documents, {ranks} ranks"
-        found.append(Case(name, tokens, ranks=ranks, documents=lengths, **what))
+        for draw in range(args.draws):
+            tokens = args.packed_tokens * ranks
+            lengths = documents(tokens, args.lengths, draw)
+            name = f"{tokens:,} tokens in {len(lengths)} documents (draw {draw}), {ranks} ranks"
+            found.append(Case(name, tokens, ranks=ranks, documents=lengths, **what))
     return found
 
 
@@ -87,6 +91,7 @@ class Bench:
         self.absent: dict[str, str] = {}
         self.errors: dict[str, dict[str, float]] = {}
         self.times: dict[str, list[float]] = {name: [] for name in self.names}
+        self.worked: dict[str, list[float]] = {name: [] for name in self.names}
         self.memory: dict[str, int] = {}
         self._truth: list[torch.Tensor] = []
 
@@ -112,6 +117,8 @@ class Bench:
             results = self._turn(name, False)
             if results is not None:
                 self.times[name].append(max(r["seconds"] for r in results))
+                share = self.threads if name == ALONE else 1
+                self.worked[name].append(max(r["worked"] for r in results) / share)
                 self.memory[name] = max(self.memory.get(name, 0), *(r["memory"] for r in results))
 
     def close(self) -> None:
@@ -128,13 +135,14 @@ class Bench:
             if name in self.absent:
                 rows.append(row | {"absent": self.absent[name]})
                 continue
-            ratios = [mine / base for mine, base in zip(self.times[name], self.times[ALONE], strict=True)]
             row |= {
                 "seconds": self.times[name],
                 "median_s": statistics.median(self.times[name]),
                 "min_s": min(self.times[name]),
-                "ratio": statistics.median(ratios),
+                "ratio": _ratio(self.times[name], self.times[ALONE]),
                 "ratio_of_min": min(self.times[name]) / min(self.times[ALONE]),
+                "worked_s": self.worked[name],
+                "ratio_of_worked": _ratio(self.worked[name], self.worked[ALONE]),
                 "memory_bytes": self.memory[name],
                 "error": self.errors[name],
             }
@@ -157,6 +165,11 @@ class Bench:
             self.absent[name] = results[0]["absent"]
             return None
         return results
+
+
+def _ratio(times: list[float], base: list[float]) -> float:
+    """Divide round by round, and take the median."""
+    return statistics.median(mine / other for mine, other in zip(times, base, strict=True))
 
 
 def run(case: Case, args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -182,7 +195,16 @@ def run(case: Case, args: argparse.Namespace, progress: Progress) -> dict[str, A
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a case as a table, and who was left out."""
     table = Table(title=report["case"]["name"], title_justify="left")
-    for column in ("", "layout", "median", "least", "of one process", "memory", "largest error"):
+    for column in (
+        "",
+        "layout",
+        "median",
+        "least",
+        "of one process",
+        "by processor",
+        "memory",
+        "largest error",
+    ):
         is_name = column in ("", "layout")
         table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for row in report["results"]:
@@ -194,6 +216,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             f"{row['median_s'] * 1e3:.0f} ms",
             f"{row['min_s'] * 1e3:.0f} ms",
             f"{row['ratio']:.2f} x",
+            f"{row['ratio_of_worked']:.2f} x",
             f"{row['memory_bytes'] / 2**20:.0f} MiB",
             f"{max(row['error'].values()):.1e}",
         )
@@ -201,6 +224,26 @@ def show(report: dict[str, Any], console: Console) -> None:
     for row in report["results"]:
         if "absent" in row:
             console.print(f"left out: {row['name']} {row['absent']}", highlight=False)
+
+
+def gains(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare the balanced exchange with the ring over whole rows, over all draws of documents."""
+    found = []
+    for ranks in dict.fromkeys(r["case"]["ranks"] for r in reports if r["case"]["documents"]):
+        ratios: dict[str, list[float]] = {"clock": [], "processor": []}
+        for report in reports:
+            rows = {row["name"]: row for row in report["results"] if "absent" not in row}
+            if (
+                report["case"]["documents"]
+                and report["case"]["ranks"] == ranks
+                and {"ring", BALANCED} <= rows.keys()
+            ):
+                ratios["clock"].append(_ratio(rows["ring"]["seconds"], rows[BALANCED]["seconds"]))
+                ratios["processor"].append(_ratio(rows["ring"]["worked_s"], rows[BALANCED]["worked_s"]))
+        if ratios["clock"]:
+            means = {name: statistics.geometric_mean(values) for name, values in ratios.items()}
+            found.append({"ranks": ranks, "draws": len(ratios["clock"]), **means})
+    return found
 
 
 def draw(reports: list[dict[str, Any]], path: Path) -> None:
@@ -257,6 +300,7 @@ def main() -> int:
         "--packed-ranks", type=int, nargs="*", default=[2, 4], help="numbers of ranks for packed documents"
     )
     parser.add_argument("--packed-tokens", type=int, default=8192, help="tokens a rank of packed documents")
+    parser.add_argument("--draws", type=int, default=3, help="rows of documents that are drawn")
     parser.add_argument(
         "--lengths",
         type=Path,
@@ -286,6 +330,12 @@ def main() -> int:
         for case in cases(args):
             reports.append(run(case, args, progress))
             show(reports[-1], console)
+    for gain in gains(reports):
+        console.print(
+            f"packed documents over {gain['ranks']} ranks, {gain['draws']} draws: balanced exchange is {gain['clock']:.2f} times as fast "
+            f"as the zigzag ring, by processor time of the busiest rank {gain['processor']:.2f} times",
+            highlight=False,
+        )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     machine = {
         "processor": platform.processor() or platform.machine(),
@@ -293,7 +343,13 @@ def main() -> int:
         "torch": torch.__version__,
     }
     text = json.dumps(
-        {"machine": machine, "threads_of_one_process": args.threads, "cases": reports}, indent=1
+        {
+            "machine": machine,
+            "threads_of_one_process": args.threads,
+            "cases": reports,
+            "packed": gains(reports),
+        },
+        indent=1,
     )
     args.output.with_suffix(".json").write_text(text + "\n")
     draw(reports, args.output.with_suffix(".png"))

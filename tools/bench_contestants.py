@@ -249,8 +249,9 @@ def _local(case: Case, layout: str, rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def turn(case: Case, name: str, threads: int, wants_result: bool) -> dict[str, Any]:
-    """Run one contestant once, forward and backward; gives seconds, bytes of memory and perhaps the result, or why it is absent.
+    """Run one contestant once, forward and backward, or say why it is absent.
 
+    Gives seconds on the clock, seconds of processor time, bytes of memory and, if wanted, the result.
     The first turn of a contestant in a process should not count: it allocates, plans and connects.
     """
     torch.set_num_threads(threads)
@@ -261,15 +262,15 @@ def turn(case: Case, name: str, threads: int, wants_result: bool) -> dict[str, A
         q, k, v = (x.detach().requires_grad_() for x in inputs)
         before = _start_of_memory()
         dist.barrier()
-        start = time.perf_counter()
+        start, start_of_work = time.perf_counter(), time.process_time()
         out = attend(q, k, v)
         out.backward(d_out)
-        seconds = time.perf_counter() - start
+        seconds, worked = time.perf_counter() - start, time.process_time() - start_of_work
     except (Absent, megacp.UnsupportedError) as why:
         return {"absent": str(why)}
     memory = _peak_memory() - before
     result = [x.detach() for x in (out, q.grad, k.grad, v.grad)] if wants_result else None
-    return {"seconds": seconds, "memory": memory, "result": result}
+    return {"seconds": seconds, "worked": worked, "memory": memory, "result": result}
 
 
 def _start_of_memory() -> int:

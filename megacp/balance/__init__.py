@@ -32,10 +32,13 @@ _AIMS = (1.013, 1.018, 1.007, 1.0)
 """Work that ranks are filled up to, relative to the mean."""
 
 _TRIED = 16
-"""At least so many aims a rank are tried, fewer the more ranks there are, which keeps planning quick."""
+"""Aims tried, times ranks: the more ranks, the fewer, which keeps planning quick. More are tried only where none has done yet."""
 
 _KEPT = 2
 """So many of the lightest parts a rank are kept for later ranks, which need them to make their tokens add up."""
+
+_SPARED = 8
+"""One in so many parts of the work that all ranks to come can do without, this rank may do without."""
 
 
 def place(mask: Mask, cp_size: int) -> list[list[tuple[int, int]]]:
@@ -73,7 +76,7 @@ def _fill(row: Row, cp_size: int, aim: float) -> list[list[Part]]:
     most = int(aim * row.work / cp_size)
     left, parts, ranks = row.work, list(row.parts), []
     for rank in range(cp_size - 1):
-        spare = (most * (cp_size - rank) - left) // 2  # how much less than `most` this rank may have
+        spare = (most * (cp_size - rank) - left) // _SPARED  # how much less than `most` this rank may have
         keep = min(_KEPT * (cp_size - 1 - rank), len(parts) // 3)
         own = Rank(row, parts, share - (rank >= cp_size - short), most, spare, keep).fill()
         left -= sum(part.work for part in own)
@@ -82,13 +85,16 @@ def _fill(row: Row, cp_size: int, aim: float) -> list[list[Part]]:
 
 
 def _price(row: Row, ranks: list[list[Part]]) -> tuple[int, int]:
-    """Count cuts off the grain, and the keys that ranks need up to the last token they own of each document."""
-    off = 0
+    """Count what should not be, and the keys that ranks need up to the last token they own of each document.
+
+    Should not be: cuts off the grain, and parts beyond the documents and four a rank.
+    """
+    wrong = max(0, sum(map(len, ranks)) - len(row.parts) - 4 * len(ranks))
     ends: dict[tuple[int, int], int] = {}
     for rank, own in enumerate(ranks):
         for part in own:
             start = row.offset(part)
-            off += start % row.grain > 0
+            wrong += start % row.grain > 0
             at = rank, part.document
             ends[at] = max(ends.get(at, 0), start + part.tokens)
-    return off, sum(ends.values())
+    return wrong, sum(ends.values())

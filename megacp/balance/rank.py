@@ -16,6 +16,9 @@ SL = 32
 _UNSUITED = 3000
 """A cut off the grain is as bad as moving so many more keys, in tokens."""
 
+_SHORTEST = 16
+"""A tail is cut only if it fills at least one in so many of a rank's tokens."""
+
 
 class Rank:
     """One rank while it is filled, out of parts sorted by work that it shares with the ranks to come."""
@@ -24,8 +27,7 @@ class Rank:
         self.row, self.parts, self.keep = row, parts, keep
         self.room, self.cap = room, cap  # tokens and work that it can still take
         self.spare = spare  # work that it can do without
-        self.whole = max(cap, 1)
-        self.size = room
+        self.share, self.whole = room, max(cap, 1)  # the same, of the empty rank
         self.own: list[Part] = []
         self.head: Part | None = None  # what is left of the part that was cut for this rank
         self._weigh()
@@ -102,7 +104,7 @@ class Rank:
             else:
                 low = middle + 1
         start = max(base + low * row.grain, part.start)
-        if (part.stop - start) * SL < self.size:  # too little for what its keys cost
+        if (part.stop - start) * _SHORTEST < self.share:  # too little for what its keys cost
             insort(parts, part)
             return self._weigh()
         self._take(row.part(part.document, start, part.stop))
@@ -197,7 +199,7 @@ class Rank:
     def _misfit(self, cap: int) -> int:
         """Rate work beyond what a rank may have, half a per cent free, and work short of what it needs, in tokens."""
         over, under = max(0, -200 * cap - self.whole), max(0, cap - self.spare)
-        return 4000 * over // self.whole + 40_000 * under // self.whole
+        return 4000 * over // self.whole + 400_000 * under // self.whole
 
     def _move_ends(self) -> None:
         """Take or give back ends of documents, each shorter than the grain, so that the number of tokens missing suits it.

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megacp.mask import UNBOUNDED, Mask, pairs
+from megacp.mask import Mask
+from megacp.slices import UNBOUNDED, pairs
 
 __all__ = ["TOLERANCE", "Part", "Row", "least_keys"]
 

@@ -14,11 +14,15 @@ def level(row: Row, ranks: list[list[Part]], limit: int) -> int:
     """
     work = [sum(part.work for part in own) for own in ranks]
     for _ in range(4 * len(ranks)):
-        high, low = work.index(max(work)), work.index(min(work))
+        high = work.index(max(work))
         if work[high] <= limit:
             break
-        moved = _trade(row, ranks[high], ranks[low], work[high] - limit, limit - work[low])
-        if not moved:
+        lows = sorted(range(len(ranks)), key=work.__getitem__)[:3]
+        for low in (rank for rank in lows if work[rank] < limit):
+            moved = _trade(row, ranks[high], ranks[low], work[high] - limit, limit - work[low])
+            if moved:
+                break
+        else:
             break
         work[high] -= moved
         work[low] += moved
@@ -29,8 +33,7 @@ def _trade(row: Row, busy: list[Part], idle: list[Part], least: int, most: int) 
     """Swap a stretch with much work a token for a head with little; return the work moved: at least ``least`` if that can be."""
     best: tuple[tuple[bool, int], int, Part, int, Part, int] | None = None
     light = [part for part in sorted(idle, key=_density) if part.tokens >= row.grain][:5]
-    for mine in sorted(busy, key=_density)[-5:]:
-        stop = mine.stop - (mine.stop - row.starts[mine.document]) % row.grain
+    for mine, stop in _stops(row, sorted(busy, key=_density)[-5:]):
         for other in light:
             low, high = 0, min(stop - mine.start, other.tokens) // row.grain
             while low < high:  # the fewest grains that move enough
@@ -53,6 +56,12 @@ def _trade(row: Row, busy: list[Part], idle: list[Part], least: int, most: int) 
     _move(row, busy, idle, mine, stop - tokens, stop)
     _move(row, idle, busy, other, other.start, other.start + tokens)
     return gain
+
+
+def _stops(row: Row, parts: list[Part]) -> list[tuple[Part, int]]:
+    """List where a stretch to give away can stop: on the grain, at the end of a part or half-way."""
+    stops = [(part, stop) for part in parts for stop in (part.stop, (part.start + part.stop) // 2)]
+    return [(part, stop - (stop - row.starts[part.document]) % row.grain) for part, stop in stops]
 
 
 def _density(part: Part) -> float:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from megacp.errors import SeamError
 from megacp.after_import import AfterImport, is_findable
+from megacp.errors import SeamError
 from megacp.hosts.hooks import (
     Finding,
     Function,

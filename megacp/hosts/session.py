@@ -27,8 +27,11 @@ class Session:
         config: the user's settings. table: gives the report's table of seams.
         check: refuses to go on without a seam that is needed.
         eod: the token that ends a document, once known. methods: of the model's layers.
+        comm_types: what --cp-comm-type says where the host has no such flag of its own.
         mailboxes: for each model-chunk family (by pipeline group) the document starts on their way.
         facts: lines for the report, in the order in which they became known. forwards: micro-batches seen.
+        is_one_rank: the host is told that a group has one member, and ``alone`` is that group (see hosts.megatron.loss).
+        token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
     """
 
     config: Config
@@ -36,11 +39,15 @@ class Session:
     check: Callable[[], None]
     eod: int | None = None
     methods: tuple[str, ...] = ("ring",)
+    comm_types: tuple[str, ...] = ()
     pipeline: Group | None = None
     mailbox: Mailbox | None = None
     facts: dict[str, str] = field(default_factory=dict)
     is_announced: bool = False
     forwards: int = 0
+    is_one_rank: bool = False
+    alone: Any = None
+    token_divisor: int | None = None
 
     def __post_init__(self) -> None:
         if self.eod is None:
@@ -73,6 +80,12 @@ class Session:
     def is_in_force(self, cp_size: int) -> bool:
         """Say whether attention is ours: with more than one rank, or with documents to keep apart."""
         return cp_size > 1 or self.has_documents
+
+    def connect_alone(self, cp_size: int) -> None:
+        """Make the group that holds this rank only."""
+        self.alone = self.token_divisor = None
+        if cp_size > 1:
+            self.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def connect_pipeline(self, handle: Any, chunks: int) -> None:
         """Give each pipeline a gloo group of its own for document starts. Collective over the world."""

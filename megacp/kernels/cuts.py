@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megacp.mask import UNBOUNDED
 from megacp.plans import Block
+from megacp.slices import UNBOUNDED
 
 __all__ = ["UNLIMITED", "Part", "corner", "parts"]
 

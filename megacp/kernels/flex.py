@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from megacp.kernels import Gradients, Options, Request, not_offered, signatures
-from megacp.mask import UNBOUNDED
 from megacp.merge import Partial
 from megacp.plans import Block
+from megacp.slices import UNBOUNDED
 
 __all__ = ["backward", "forward", "name", "refuses"]
 

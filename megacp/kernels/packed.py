@@ -163,8 +163,13 @@ def _in_every_row(part: Part, rows: int) -> list[Part]:
 
 
 def _families(found: list[Part]) -> list[list[Part]]:
-    """Group parts by mask. Causal parts no longer than a window's reach join it: the window takes nothing from them."""
+    """Group parts by mask, in the fewest groups.
+
+    Causal parts no longer than a window's reach join it, the window takes nothing from them; so do single queries, causal or not.
+    """
     widest = max((part.window for part in found), default=UNLIMITED)
+    if any(part.is_causal for part in found):
+        found = [p._replace(is_causal=p.is_causal or p.q_stop - p.q_start == 1) for p in found]
     families: dict[tuple[bool, int], list[Part]] = {}
     for part in found:
         fits = part.is_causal and part.window == UNLIMITED and part.k_stop - part.k_start <= widest + 1

@@ -38,7 +38,7 @@ def forward(
             lse = torch.logsumexp(logits, -1)  # [b, K, G, s]
             probs = torch.exp(logits - lse[..., None])
             _note_largest(logits, options)
-            share = _kept_share(q[rows].shape[0], tile, k.shape[2], options)
+            share = _kept_share(q[rows].shape[0], tile, k.shape[2], options, logits.dtype)
             if share is not None:
                 probs = probs * share
             out = torch.einsum("bkgst,btke->bskge", probs, v[rows, keys].to(logits.dtype))
@@ -76,7 +76,7 @@ def backward(
             d_tile, q_tile = d_tile.unflatten(2, (groups, -1)), q_tile.unflatten(2, (groups, -1))
             probs = torch.exp(logits - lse[rows, :, queries].to(dtype).unflatten(1, (groups, -1))[..., None])
             d_probs = torch.einsum("bskge,btke->bkgst", d_tile, v_tile)
-            share = _kept_share(q_tile.shape[0], tile, groups, options)
+            share = _kept_share(q_tile.shape[0], tile, groups, options, dtype)
             if share is not None:
                 d_probs = d_probs * share
             d_logits = probs * (d_probs - delta.unflatten(1, (groups, -1))[..., None])
@@ -123,7 +123,9 @@ def _logits(
     return logits, slope
 
 
-def _kept_share(rows: int, tile: Block, groups: int, options: Options) -> torch.Tensor | None:
+def _kept_share(
+    rows: int, tile: Block, groups: int, options: Options, dtype: torch.dtype
+) -> torch.Tensor | None:
     """Return 1 / (1 - p) for pairs that are kept and 0 for those dropped, [b, K, G, s, t]; None without dropout."""
     if not options.dropout_p or options.where is None:
         return None
@@ -138,7 +140,7 @@ def _kept_share(rows: int, tile: Block, groups: int, options: Options) -> torch.
         queries[tile.q_start : tile.q_stop],
         keys[tile.k_start : tile.k_stop],
     )
-    share: torch.Tensor = keep.unflatten(1, (groups, -1)) / (1 - options.dropout_p)
+    share: torch.Tensor = keep.unflatten(1, (groups, -1)).to(dtype) / (1 - options.dropout_p)
     return share
 
 

@@ -88,7 +88,7 @@ def test_rows_of_many_documents_are_balanced_with_few_pieces_and_no_more_keys_th
     ends, cp_size = case
     layout = Layout.balanced(Mask.documents(ends), cp_size)
     work, keys = work_and_keys(layout, ends)
-    assert imbalance(work) <= 1.03
-    assert sum(len(layout.ranges(rank)) for rank in range(cp_size)) <= len(ends) - 1 + 4 * cp_size
+    assert imbalance(work) <= 1.02
+    assert sum(len(layout.ranges(rank)) for rank in range(cp_size)) <= len(ends) - 1 + 5 * cp_size
     assert sum(cut % GRAIN != 0 for cut in cuts(layout, ends)) <= cp_size
     assert sum(keys) >= least_keys(Mask.documents(ends), cp_size, tolerance=imbalance(work) - 1)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import megacp
 from megacp import Layout, Mask, methods
 from megacp.heads import shares
-from megacp.mask import UNBOUNDED, pairs
 from megacp.plans import OTHERS, Block, Sizes
+from megacp.slices import UNBOUNDED, pairs
 from tests.property.test_layout_mask_plan import cases, layouts
 
 METHODS = methods.names()

@@ -98,8 +98,8 @@ def test_one_full_document_gets_one_stretch_a_rank():
     ids=lambda mask: mask.kind,
 )
 def test_every_kind_of_mask_is_balanced(mask):
-    from megacp.mask import pairs
     from megacp.plans import queries_of
+    from megacp.slices import pairs
 
     layout = Layout.balanced(mask, 4)
     work = [int(pairs(queries_of(layout, mask, rank)).sum()) for rank in range(4)]

@@ -36,9 +36,9 @@ from megacp.kernels import (
     signatures,
 )
 from megacp.kernels import transformer_engine as te
-from megacp.mask import UNBOUNDED
 from megacp.merge import State
 from megacp.plans import Block
+from megacp.slices import UNBOUNDED
 from megacp.testing import ranks
 from tests import oracle
 from tests.unit import stand_ins

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacp.hosts.megatron import layer, model, settings
+from megacp.hosts.megatron import layer, loss, model, settings
 from megacp.hosts.seams import Seam
 from megacp.hosts.session import Session
 
@@ -38,8 +38,12 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
         return Seam(name, listed, functools.partial(wrap, session=session), needs, **more)
 
     rotary = f"{_CORE}.models.common.embeddings"
+    schedules = f"{_CORE}.pipeline_parallel.schedules"
     local = f"{_CORE}.transformer.dot_product_attention:DotProductAttention"
-    te = f"{_CORE}.extensions.transformer_engine:TEDotProductAttention"
+    te = tuple(
+        f"{_CORE}.{place}.transformer_engine:TEDotProductAttention"
+        for place in ("extensions", "transformer.custom_layers")
+    )
     return [
         seam(
             "arguments",
@@ -91,7 +95,7 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
                 f"{rotary}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
             ),
             layer.rotary,
-            ("max_seq_len", "packed_seq"),
+            ("max_seq_len",),
             every=True,
         ),
         seam(
@@ -102,14 +106,42 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             required=True,
         ),
         seam("core attention", f"{local}.forward", layer.attention_forward, _QKV, required=True),
-        seam("Transformer Engine setup", f"{te}.__init__", layer.attention_init, ("config", "layer_number")),
-        seam("Transformer Engine attention", f"{te}.forward", layer.attention_forward, _QKV),
+        seam(
+            "Transformer Engine setup",
+            tuple(f"{name}.__init__" for name in te),
+            layer.attention_init,
+            ("config", "layer_number"),
+        ),
+        seam(
+            "Transformer Engine attention",
+            tuple(f"{name}.forward" for name in te),
+            layer.attention_forward,
+            _QKV,
+        ),
         seam(
             "loss scale",
-            f"{_CORE}.pipeline_parallel.schedules:forward_step_calc_loss",
-            model.loss_scale,
-            ("loss_func",),
+            (f"{schedules}:forward_step_calc_loss", f"{schedules}:forward_step"),
+            loss.loss_scale,
+            ("num_microbatches", "forward_data_store", "config"),
             required=True,
+        ),
+        seam(
+            "loss on one rank",
+            tuple(
+                f"{_CORE}.parallel_state:get_context_parallel_{what}"
+                for what in ("world_size", "rank", "group")
+            ),
+            loss.group_of_one,
+            (),
+            required=True,
+            every=True,
+        ),
+        seam(
+            "count of tokens",
+            f"{_CORE}.distributed.finalize_model_grads:finalize_model_grads",
+            loss.token_count,
+            ("model", "num_tokens"),
+            absent_means="--calculate-per-token-loss",
         ),
         seam("other models", _OTHER_MODELS, model.refused_model, ("config",), every=True),
     ]

@@ -14,6 +14,7 @@ from megacp import attend, methods
 from megacp.errors import SeamError, UnsupportedError
 from megacp.hosts import limits
 from megacp.hosts.hooks import Function
+from megacp.hosts.megatron.loss import one_rank
 from megacp.hosts.megatron.settings import cp_group
 from megacp.hosts.session import Session
 from megacp.hosts.splits import redeem
@@ -29,16 +30,32 @@ def rotary(original: Function, session: Callable[[], Session]) -> Function:
         given.apply_defaults()
         values = given.arguments
         group = cp_group(self, values.get("cp_group"))
-        if group.size == 1 or values["packed_seq"]:
+        if group.size == 1 or values.get("packed_seq"):
             return original(*given.args, **given.kwargs)
-        values["packed_seq"] = True  # the host's way of asking for the table of the whole sequence
-        table = original(*given.args, **given.kwargs)
+        if "packed_seq" in values:
+            values["packed_seq"] = True  # the host's way of asking for the table of the whole sequence
+            table = original(*given.args, **given.kwargs)
+        else:
+            table = _whole_table(self, session(), original, given)
         layout = session().layout(values["max_seq_len"], group.size)
         if isinstance(table, tuple):  # YaRN: (table, scale)
             return (layout.shard(table[0], group.rank, dim=0), *table[1:])
         return layout.shard(table, group.rank, dim=0)
 
     return forward
+
+
+def _whole_table(module: Any, run: Session, original: Function, given: inspect.BoundArguments) -> Any:
+    """Ask a host that cannot be asked for the table of the whole sequence, as if one rank held it."""
+    group = getattr(module, "cp_group", None)
+    try:
+        if group is not None:
+            module.cp_group = None
+        with one_rank(run):
+            return original(*given.args, **given.kwargs)
+    finally:
+        if group is not None:
+            module.cp_group = group
 
 
 def attention_init(original: Function, session: Callable[[], Session]) -> Function:

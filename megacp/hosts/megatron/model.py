@@ -15,7 +15,7 @@ from megacp.groups import Group
 from megacp.hosts import limits
 from megacp.hosts.documents import document_mask, starts_of
 from megacp.hosts.hooks import Function
-from megacp.hosts.megatron.settings import cp_group, parallel_state
+from megacp.hosts.megatron.settings import cp_group
 from megacp.hosts.session import Session
 from megacp.hosts.splits import Split, ticket
 from megacp.mask import Mask
@@ -37,6 +37,9 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         values = signature.bind(self, *args, **kwargs).arguments
         config, cp = values["config"], values["config"].context_parallel_size
+        asked = session().comm_types
+        if asked and not hasattr(config, "cp_comm_type"):
+            config.cp_comm_type = list(asked) if len(asked) > 1 else asked[0]
         if session().is_in_force(cp):
             limits.check_model_config(config, cp, session().has_documents)
             if values.get("position_embedding_type") == "mrope":
@@ -229,28 +232,6 @@ def _kernel_name(model: Any, run: Session) -> str:
         kernels.Options(1.0),
     )
     return kernels.choose(run.config.kernel, request).name
-
-
-def loss_scale(original: Function, session: Callable[[], Session]) -> Function:
-    """Take back the group's size where the host multiplies an old-style loss by it; the loss is whole here already."""
-    signature = inspect.signature(original)
-
-    def forward_step_calc_loss(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        loss_func = given.arguments["loss_func"]
-        cp = parallel_state().get_context_parallel_world_size()
-        if cp > 1 and loss_func is not None:
-
-            def whole_loss(*inner: Any, **named: Any) -> Any:
-                outputs = loss_func(*inner, **named)
-                if isinstance(outputs, tuple) and len(outputs) == 2:
-                    return outputs[0] / cp, outputs[1]
-                return outputs
-
-            given.arguments["loss_func"] = whole_loss
-        return original(*given.args, **given.kwargs)
-
-    return forward_step_calc_loss
 
 
 def refused_model(original: Function, session: Callable[[], Session]) -> Function:

@@ -19,7 +19,9 @@ from megacp.hosts.session import Session
 
 def cp_group(module: Any, given: Any = None) -> Group:
     """Return the host's own context-parallel group: the one given, the module's, or that of its parallel_state."""
-    handle = given if given is not None else getattr(getattr(module, "pg_collection", None), "cp", None)
+    handle = given
+    for name in ("pg_collection", "model_comm_pgs"):
+        handle = handle if handle is not None else getattr(getattr(module, name, None), "cp", None)
     if handle is None:
         handle = getattr(module, "cp_group", None)
     return as_group(handle if handle is not None else parallel_state().get_context_parallel_group())
@@ -34,9 +36,20 @@ def parse_args(original: Function, session: Callable[[], Session]) -> Function:
     """Add our flags to the host's parser, so that they are known, shown in --help and kept with the run's arguments."""
 
     def parse_args(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_ours = False
+
         def with_our_flags(parser: Any) -> Any:
+            nonlocal is_ours
             parser = extra_args_provider(parser) if extra_args_provider is not None else parser
             group = parser.add_argument_group("megacp")
+            if "--cp-comm-type" not in parser._option_string_actions:  # hosts that knew one way only
+                is_ours = True
+                group.add_argument(
+                    "--cp-comm-type",
+                    nargs="+",
+                    default=["p2p"],
+                    help="how keys and values travel, for all layers or for each one",
+                )
             for flag in FLAGS:
                 if flag.name not in parser._option_string_actions:
                     default = getattr(session().config, flag.field)
@@ -47,6 +60,7 @@ def parse_args(original: Function, session: Callable[[], Session]) -> Function:
 
         parsed = original(with_our_flags, *args, **kwargs)
         session().configure({flag.field: getattr(parsed, f"megacp_{flag.field}") for flag in FLAGS})
+        session().comm_types = tuple(parsed.cp_comm_type) if is_ours else ()
         return parsed
 
     return parse_args
@@ -104,6 +118,7 @@ def initialize(original: Function, session: Callable[[], Session]) -> Function:
         if session().is_in_force(values["context_parallel_size"]):
             session().check()
         result = original(*args, **kwargs)
+        session().connect_alone(values["context_parallel_size"])
         session().connect_pipeline(
             parallel_state().get_pipeline_model_parallel_group(),
             values.get("virtual_pipeline_model_parallel_size") or 1,
