@@ -31,8 +31,8 @@ GRAIN = 64
 _AIMS = (1.013, 1.018, 1.007, 1.0)
 """Work that ranks are filled up to, relative to the mean."""
 
-_TRIED = 16
-"""Aims tried, times ranks: the more ranks, the fewer, which keeps planning quick. More are tried only where none has done yet."""
+_TRIED, _RETRIED = 16, 128
+"""How many aims are tried, times ranks: for fewer keys, and to be rid of cuts off the grain. All are, to keep the tolerance."""
 
 _KEPT = 2
 """So many of the lightest parts a rank are kept for later ranks, which need them to make their tokens add up."""
@@ -51,8 +51,7 @@ def place(mask: Mask, cp_size: int) -> list[list[tuple[int, int]]]:
     suits = mask.seq_len % (cp_size * row.grain) == 0
     best: tuple[tuple[int, int, int], list[list[Part]]] | None = None
     for tried, aim in enumerate(_AIMS if len(row.parts) > 1 else (1.0,)):
-        good = best is not None and best[0][0] <= limit and not (suits and best[0][1])
-        if good and tried * cp_size >= _TRIED:
+        if best and best[0][0] <= limit and tried * cp_size >= (_RETRIED if suits and best[0][1] else _TRIED):
             break
         ranks = _fill(row, cp_size, aim)
         key = max(level(row, ranks, limit), limit), *_price(row, ranks)

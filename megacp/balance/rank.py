@@ -180,13 +180,14 @@ class Rank:
         if not gap:
             return self._misfit(cap), None
         sources = [self.head] if self.head and self.head.tokens >= gap else []
-        for at in range(min(self.keep, len(self.parts)), len(self.parts)):
+        least = bisect_left(self.parts, (gap * (gap + 1) // 2,))  # what so many causal tokens have at least
+        for at in range(max(least, self.keep), len(self.parts)):
             if self.parts[at].tokens >= gap:
                 sources.append(self.parts[at])
                 if not row.offset(self.parts[at]):
                     break
         best: tuple[int, Part | None] = 1 << 60, None
-        for part in sources or [max(self.parts, key=lambda part: part.tokens)]:
+        for part in sources or self.parts[-1:]:
             stop = min(part.start + gap, part.stop)
             work = row.upto(part.document, stop) - row.upto(part.document, part.start)
             rate = row.offset(part) + gap + self._misfit(cap - work)

@@ -124,7 +124,8 @@ def _flex() -> Any:
 
 @lru_cache(maxsize=1)
 def _function() -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(_flex().flex_attention, dynamic=True)
+    # fullgraph: past PyTorch's limit of recompilations an error, not the uncompiled function, which holds all logits.
+    compiled: Callable[..., Any] = torch.compile(_flex().flex_attention, dynamic=True, fullgraph=True)
     return compiled
 
 

@@ -56,17 +56,16 @@ def backward(
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     buffers = _Buffers(k.contiguous(), v.contiguous())
     own = _zeros_like(buffers.here, dtype)
-    travelling, home = _Gradients(), _Gradients()
+    travelling, home = _Gradients(own), _Gradients()
     for step in call.plan.steps(rank):
         incoming = _pass_on(call, step, buffers, "backward")
-        grads = own if step.owner == rank else _zeros_like(buffers.here, dtype)
-        into = kernels.Gradients(dq, *grads)
+        into = _Arriving(dq, travelling, buffers.here)
         call.kernel.backward(d_out, q, *buffers.here, out, lse, step.blocks, call.at(step, q), into)
-        travelling.add_to(grads)
+        grads = into.dk, into.dv
         incoming.wait()
         buffers.turn()
         travelling = _pass_gradients(call, step, grads, home)
-    travelling.add_to(own)
+    travelling.wait()
     home.add_to(own)
     return dq, *own
 
@@ -142,19 +141,40 @@ class _Buffers:
 
 
 class _Gradients:
-    """Gradients of keys and values that are being received."""
+    """Gradients of keys and values that are being received; the pair is None if nothing comes."""
 
-    def __init__(self) -> None:
-        self.pair: _Pair | None = None
+    def __init__(self, pair: _Pair | None = None) -> None:
+        self.pair = pair
         self.posted: comm.Posted | None = None
+
+    def wait(self) -> _Pair | None:
+        """Wait for what was posted, and give what was received."""
+        if self.posted is not None:
+            self.posted.wait()
+        return self.pair
 
     def add_to(self, grads: _Pair) -> None:
         """Wait for what was posted, and add what was received."""
-        if self.posted is not None:
-            self.posted.wait()
+        self.wait()
         if self.pair is not None:
             grads[0].add_(self.pair[0])
             grads[1].add_(self.pair[1])
+
+
+class _Arriving(kernels.Gradients):
+    """The sums of an owner's gradients so far, waited for when the kernel has something to add, and not before.
+
+    So they travel behind the computation, and need no second buffer beside them for what is added.
+    """
+
+    def __init__(self, dq: torch.Tensor, sums: _Gradients, like: _Pair) -> None:
+        self.dq, self._sums, self._like = dq, sums, like
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name not in ("dk", "dv"):
+            raise AttributeError(name)
+        self.dk, self.dv = self._sums.wait() or _zeros_like(self._like, self.dq.dtype)
+        return self.dk if name == "dk" else self.dv
 
 
 def _pass_on(call: Call, step: Step, buffers: _Buffers, phase: str) -> comm.Posted:

@@ -277,7 +277,8 @@ def test_the_operators_for_cuda_are_called_as_they_document(kernel: object, oper
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_exact_in_both_directions(eager_flex: None) -> None:
-    some = random.Random(0).sample(PROBLEMS, 8)
+    of_rows = next(problem for problem in PROBLEMS if problem.blocks[0].row >= 0)
+    some = [of_rows, *random.Random(0).sample(PROBLEMS, 6)]
     for problem in some + TALL:
         check(flex, problem, dims=(16, 16))
     check(flex, some[0], heads=(3, 1), dims=(16, 24), options=Options(0.4, softcap=1.5))
@@ -316,6 +317,13 @@ def test_short_documents_join_the_call_of_those_that_the_window_cuts(flash: int)
     stand_ins.CALLS.clear()
     check(flash_attn, Problem(plan.steps(0)[0].blocks, 1, 64, 64))
     assert stand_ins.CALLS == [{"sequences": 4, "window": (15, 0)}]
+
+
+def test_a_causal_part_joins_a_window_only_if_that_takes_nothing_from_it() -> None:
+    window = cuts.Part(0, 0, 9, 0, 9, is_causal=True, window=4)
+    fits, long = (cuts.Part(0, 10, 10 + n, 10, 10 + n, is_causal=True) for n in (5, 6))
+    assert packed._families([window, fits]) == [[window, fits]]
+    assert packed._families([window, long]) == [[window], [long]]
 
 
 def test_queries_that_lie_in_order_are_passed_as_views_and_others_gathered() -> None:
