@@ -68,6 +68,12 @@ def check_model_config(config: Any, cp: int, has_documents: bool) -> None:
                 f"megacp: {setting} is {value!r}, which {what} does not offer: {why}. {instead}"
             )
     names = comm_types(config)
+    layers = getattr(config, "num_layers", len(names))
+    if len(names) not in (1, layers):
+        raise ConfigError(
+            f"megacp: --cp-comm-type names {len(names)} methods, {', '.join(names)}, and the model has {layers} layers. Give one for "
+            "all layers, or one for each."
+        )
     for name in names:
         if name != methods.AUTO:
             methods.resolve(name)

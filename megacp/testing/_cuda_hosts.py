@@ -93,8 +93,10 @@ def _arguments(changes: Changes, module: ModuleType) -> str:
 
 # Modules that import triton whether it is there or not, for kernels that run only when they are asked for.
 _IMPORT_TRITON = (
+    "megatron.core.ssm.ops.common.causal_conv1d_varlen",
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
     "megatron.core.transformer.moe.ops.paged_stash",
+    "megatron.core.transformer.moe.paged_stash",
 )
 
 
@@ -104,6 +106,7 @@ class _Triton(ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__: list[str] = []  # a package, so that its submodules can be asked for
+        self.__version__ = "0"  # too old for whatever asks
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -111,14 +114,14 @@ class _Triton(ModuleType):
         return _Triton(f"{self.__name__}.{name}")
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) else self
+        return args[0] if len(args) == 1 and (callable(args[0]) or isinstance(args[0], bool)) else self
 
 
 @contextlib.contextmanager
 def _triton_to_import() -> Iterator[None]:
     """Let `import triton` succeed in this block where triton is not installed."""
-    if importlib.util.find_spec("triton") is not None:
-        yield
+    if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
+        yield  # it is there, or one of these modules imports another
         return
     sys.modules["triton"] = triton = _Triton("triton")
     sys.modules["triton.language"] = triton.language

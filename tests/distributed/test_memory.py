@@ -146,4 +146,6 @@ def test_preparing_131072_tokens_takes_some_bytes_a_token_and_nothing_quadratic(
         tracemalloc.stop()
     a_token = (in_torch + in_python) / (2 * TOKENS)
     print(f"{layout_name}, documents of {lengths}: {a_token:.0f} bytes a token")
-    assert a_token <= 200  # measured 34 to 130, the most for plans of many short pieces; one bit a pair would be 16,384
+    assert (
+        a_token <= 200
+    )  # measured 34 to 130, the most for plans of many short pieces; one bit a pair would be 16,384

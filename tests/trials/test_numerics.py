@@ -183,24 +183,6 @@ def test_d32_logits_of_minus_ten_thousand_do_not_underflow(method):
     assert max(_natural_errors(got, true, x).values()) <= 1e-10
 
 
-# -- D36: dropout (Megatron-LM#4828, ring-flash-attention#36): refused ---------------------------------------------------
-
-
-def _dropout(p):
-    q, layout = torch.zeros(1, 8, 2, 8), Layout.zigzag(16, 2)
-    try:
-        megacp.attention(q, q, q, mask=Mask.causal(16), layout=layout, dropout_p=p)
-    except megacp.UnsupportedError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_d36_attention_dropout_is_refused_with_its_value_and_none_is_accepted():
-    for text in ranks.run(_dropout, 2, 0.25):
-        assert "0.25" in text and "dropout" in text
-    assert ranks.run(_dropout, 2, 0.0) == ["accepted", "accepted"]
-
-
 # -- D40: future tokens change earlier outputs (TransformerEngine#3248) --------------------------------------------------
 
 

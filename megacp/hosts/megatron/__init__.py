@@ -75,6 +75,12 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             ("batch",),
         ),
         seam(
+            "model configuration",
+            f"{_CORE}.transformer.transformer_config:TransformerConfig.__post_init__",
+            settings.model_config,
+            (),
+        ),
+        seam(
             "model setup",
             f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__",
             model.model_init,

@@ -89,6 +89,22 @@ def validate_args(original: Function, session: Callable[[], Session]) -> Functio
     return validate_args
 
 
+def model_config(original: Function, session: Callable[[], Session]) -> Function:
+    """Let no host refuse a method by name because its own attention could not do it; ours is in its place."""
+
+    def post_init(self: Any) -> None:
+        given = getattr(self, "cp_comm_type", None)
+        if given is None or not session().is_in_force(getattr(self, "context_parallel_size", 1)):
+            return original(self)
+        self.cp_comm_type = None
+        try:
+            original(self)
+        finally:
+            self.cp_comm_type = given
+
+    return post_init
+
+
 def dataset_config(original: Function, session: Callable[[], Session]) -> Function:
     """Learn which token ends a document from the host's own data configuration."""
 
