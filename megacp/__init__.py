@@ -53,6 +53,8 @@ __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
+    if name == "pytorch":  # the door for plain scaled_dot_product_attention
+        return import_module("megacp.pytorch")
     if name not in _HOME:
         raise AttributeError(f"module 'megacp' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -95,7 +95,8 @@ def model_config(original: Function, session: Callable[[], Session]) -> Function
     def post_init(self: Any) -> None:
         given = getattr(self, "cp_comm_type", None)
         if given is None or not session().is_in_force(getattr(self, "context_parallel_size", 1)):
-            return original(self)
+            original(self)
+            return
         self.cp_comm_type = None
         try:
             original(self)
