@@ -7,9 +7,11 @@ Shapes: ``B`` batch, ``S`` local sequence (the layout's slots), ``G`` global seq
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -27,6 +29,26 @@ __all__ = ["attention", "plan"]
 
 _FORMATS = {"bshd": 4, "sbhd": 4, "thd": 3}
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make torch.compile break its graph here and go on after; exchanges between ranks are not for it to trace.
+
+    The compiler takes a second to import, so it is asked only where somebody else has imported it.
+    """
+
+    outside: list[Callable[_P, _R]] = []
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not outside and "torch._dynamo" in sys.modules:
+            outside.append(torch.compiler.disable(function))
+        return (outside[0] if outside else function)(*args, **kwargs)
+
+    return call
+
 
 @lru_cache(maxsize=512)
 def plan(layout: Layout, mask: Mask, method: str = "ring", hierarchy: tuple[int, int] | None = None) -> Plan:
@@ -40,6 +62,7 @@ def plan(layout: Layout, mask: Mask, method: str = "ring", hierarchy: tuple[int,
     return Plan(layout, mask, schedule, methods.levels(schedule, layout.cp_size, hierarchy))
 
 
+@_uncompiled
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -69,7 +92,9 @@ def attention(
     Padding slots give 0 and lse -inf and leak nowhere, whatever they hold.
 
     Args:
-        mask: what each global position may see. layout: who holds which position; may be left out on a single rank.
+        mask: what each global position may see. layout: who holds which position; may be left out on a single rank. Each token is on
+            one rank: one that all ranks know (a shared prefix) is placed like any other, and then counts once; as a further key of
+            every rank it is refused.
         group: process group, one-dimensional DeviceMesh, or None for the default group (or a single rank).
         method: how keys and values travel: ring (p2p), all_gather (allgather), exchange, all_to_all (a2a), hierarchical (a2a+p2p),
             or auto: what :func:`megacp.methods.choose` takes from the plans' figures.

@@ -77,8 +77,14 @@ def run(words: list[str]) -> int:
     return 0
 
 
+def _doctor(words: list[str]) -> int:
+    result: int = import_module("megacp.doctor").doctor(words)  # here, because it needs torch
+    return result
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (run, "run a training script with context parallelism"),
+    "doctor": (_doctor, "tell which places of a Megatron can be hooked, without training"),
 }
 
 

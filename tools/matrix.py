@@ -35,25 +35,21 @@ from tests import matrix  # noqa: E402
 from tests.matrix import Cell, Verdict  # noqa: E402
 
 Found = dict[Cell, Verdict]
-_SOURCES = (
-    "*.py",
-    "methods/*.py",
-    "kernels/__init__.py",
-    "kernels/reference.py",
-    "kernels/sdpa.py",
-    "kernels/cuts.py",
-    "balance/*.py",
-)
+_ELSEWHERE = ("megacp.testing", "megacp.hosts", "megacp.cli", "megacp.pytorch", "megacp._version")
+_KERNELS = {f"megacp.kernels.{name}" for name in (*matrix.KERNELS, "cuts")}
 
 
 def fingerprint() -> str:
     """Return a digest of the sources that a cell's result depends on, and of PyTorch's version."""
+    matrix.run(
+        [Cell("ring", "balanced", "causal", "plain", "float64", "reference", 1)]
+    )  # imports what attention needs
     digest = hashlib.blake2b(torch.__version__.encode(), digest_size=6)
-    for path in sorted(
-        {p for pattern in _SOURCES for p in (ROOT / "megacp").glob(pattern)} - {ROOT / "megacp" / "cli.py"}
-    ):
-        digest.update(path.read_bytes())
-    digest.update((ROOT / "tests" / "matrix.py").read_bytes())
+    for name, module in sorted(sys.modules.items()):
+        is_other_kernel = name.startswith("megacp.kernels.") and name not in _KERNELS
+        if name.startswith("megacp.") and not name.startswith(_ELSEWHERE) and not is_other_kernel:
+            digest.update(Path(str(module.__file__)).read_bytes())
+    digest.update(Path(str(matrix.__file__)).read_bytes())
     return digest.hexdigest()
 
 

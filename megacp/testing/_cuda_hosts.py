@@ -159,6 +159,19 @@ def _router(changes: Changes, module: ModuleType) -> str:
     return "the router multiplies with torch"
 
 
+def _fp8(changes: Changes, module: ModuleType) -> str:
+    """Quantize nothing without complaint: the distributed optimizer asks for it with an empty list too."""
+    original = getattr(module, "_quantize_param_shard_impl", None)
+    if original is None or getattr(module, "HAVE_TE", False):
+        return "left as it is"
+
+    def quantize(model_params: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(model_params, *args, **kwargs) if len(model_params) else None
+
+    changes.attribute(module, "_quantize_param_shard_impl", quantize)
+    return "where no parameter has 8 bits, Transformer Engine is not asked for"
+
+
 def _recompute(changes: Changes, module: ModuleType) -> str:
     """Recompute without asking Transformer Engine about FP8, which Megatron does also without it."""
     recompute = getattr(module, "CheckpointWithoutOutput", None)
@@ -251,6 +264,7 @@ def _torch_adam(changes: Changes, module: ModuleType) -> str:
 
 _PATCHES: dict[str, Callable[[Changes, ModuleType], str]] = {
     "megatron.arguments": _arguments,
+    "megatron.core.fp8_utils": _fp8,
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _yarn,
     "megatron.core.optimizer.distrib_optimizer": _torch_adam,
     "megatron.core.tensor_parallel.random": _recompute,

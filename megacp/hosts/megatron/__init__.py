@@ -38,6 +38,7 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
         return Seam(name, listed, functools.partial(wrap, session=session), needs, **more)
 
     rotary = f"{_CORE}.models.common.embeddings"
+    gpt = f"{_CORE}.models.gpt.gpt_model:GPTModel"
     schedules = f"{_CORE}.pipeline_parallel.schedules"
     local = f"{_CORE}.transformer.dot_product_attention:DotProductAttention"
     te = tuple(
@@ -50,9 +51,14 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             "megatron.training.arguments:parse_args",
             settings.parse_args,
             ("extra_args_provider",),
+            absent_means="flags in the host's own parser; give settings to megacp.install(Config(...))",
         ),
         seam(
-            "argument checks", "megatron.training.arguments:validate_args", settings.validate_args, ("args",)
+            "argument checks",
+            "megatron.training.arguments:validate_args",
+            settings.validate_args,
+            ("args",),
+            absent_means="refusals before the first group is made; the host's S x S mask stays on unless it is switched off by hand",
         ),
         seam(
             "groups",
@@ -60,39 +66,51 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             settings.initialize,
             ("context_parallel_size",),
             required=True,
+            absent_means="context parallelism",
         ),
-        seam("warm-up", "megatron.training.initialize:_warmup_jit_function", settings.warm_up, ()),
+        seam(
+            "warm-up",
+            "megatron.training.initialize:_warmup_jit_function",
+            settings.warm_up,
+            (),
+            absent_means="the same first weights of learned positions at every size",
+        ),
         seam(
             "tokenizer",
             f"{_CORE}.datasets.gpt_dataset:GPTDatasetConfig.__post_init__",
             settings.dataset_config,
             (),
+            absent_means="--megacp-documents eod without --megacp-eod-token",
         ),
         seam(
             "batch",
             (f"{_CORE}.utils:get_batch_on_this_cp_rank", "megatron.training.utils:get_batch_on_this_cp_rank"),
             model.whole_batch,
             ("batch",),
+            absent_means="scripts that split the batch themselves",
         ),
         seam(
             "model configuration",
             f"{_CORE}.transformer.transformer_config:TransformerConfig.__post_init__",
             settings.model_config,
             (),
+            absent_means="methods that the host's own attention refuses",
         ),
         seam(
             "model setup",
-            f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__",
+            f"{gpt}.__init__",
             model.model_init,
             ("config",),
             required=True,
+            absent_means="GPT models",
         ),
         seam(
             "model",
-            f"{_CORE}.models.gpt.gpt_model:GPTModel.forward",
+            f"{gpt}.forward",
             model.model_forward,
             ("input_ids", "position_ids", "attention_mask", "labels"),
             required=True,
+            absent_means="GPT models",
         ),
         seam(
             "rotary positions",
@@ -102,7 +120,9 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             ),
             layer.rotary,
             ("max_seq_len",),
+            required=True,
             every=True,
+            absent_means="rotary positions",
         ),
         seam(
             "core attention setup",
@@ -110,19 +130,29 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             layer.attention_init,
             ("config", "layer_number"),
             required=True,
+            absent_means="attention",
         ),
-        seam("core attention", f"{local}.forward", layer.attention_forward, _QKV, required=True),
+        seam(
+            "core attention",
+            f"{local}.forward",
+            layer.attention_forward,
+            _QKV,
+            required=True,
+            absent_means="attention",
+        ),
         seam(
             "Transformer Engine setup",
             tuple(f"{name}.__init__" for name in te),
             layer.attention_init,
             ("config", "layer_number"),
+            absent_means="layers of Transformer Engine",
         ),
         seam(
             "Transformer Engine attention",
             tuple(f"{name}.forward" for name in te),
             layer.attention_forward,
             _QKV,
+            absent_means="layers of Transformer Engine",
         ),
         seam(
             "loss scale",
@@ -130,31 +160,40 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             loss.loss_scale,
             ("num_microbatches", "forward_data_store", "config"),
             required=True,
+            absent_means="training",
         ),
         seam(
             "loss on one rank",
-            tuple(
-                f"{_CORE}.parallel_state:get_context_parallel_{what}"
-                for what in ("world_size", "rank", "group")
-            ),
+            tuple(f"{_CORE}.parallel_state:get_context_parallel_{what}" for what in _OF_THE_GROUP),
             loss.group_of_one,
             (),
             required=True,
             every=True,
+            absent_means="loss functions that sum over the group",
         ),
         seam(
             "count of tokens",
             f"{_CORE}.distributed.finalize_model_grads:finalize_model_grads",
             loss.token_count,
             ("model", "num_tokens"),
+            required=True,
             absent_means="--calculate-per-token-loss",
         ),
-        seam("other models", _OTHER_MODELS, model.refused_model, ("config",), every=True),
+        seam(
+            "other models",
+            _OTHER_MODELS,
+            model.refused_model,
+            ("config",),
+            every=True,
+            absent_means="the refusal of Mamba, hybrid, T5 and BERT models by their name",
+        ),
     ]
 
 
+_OF_THE_GROUP = ("world_size", "rank", "group")
 _QKV = ("query", "key", "value", "attention_mask")
 _OTHER_MODELS = (
+    f"{_CORE}.models.hybrid.hybrid_model:HybridModel.__init__",
     f"{_CORE}.models.mamba.mamba_model:MambaModel.__init__",
     f"{_CORE}.models.T5.t5_model:T5Model.__init__",
     f"{_CORE}.models.bert.bert_model:BertModel.__init__",

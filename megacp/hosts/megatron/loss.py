@@ -189,16 +189,16 @@ def _is_what_one_rank_gets(loss: tuple[Any, ...], out: Any, values: dict[str, An
 
     Raises: SeamError if the schedule made something else of it.
     """
-    out = out[0] if isinstance(out, (list, tuple)) else out
+    found = float((out[0] if isinstance(out, (list, tuple)) else out).detach())
     expected = float(loss[0])
     if len(loss) == 2 or not getattr(values["config"], "calculate_per_token_loss", False):
         count = float(loss[1]) if len(loss) == 3 else 1.0
         expected = expected / count / values["num_microbatches"] if count else math.nan
     if expected == 0 or not math.isfinite(expected):
         return False
-    if not math.isclose(float(out), expected, rel_tol=1e-3):
+    if not math.isclose(found, expected, rel_tol=1e-3):
         raise SeamError(
-            f"megacp: the host's schedule made {float(out):.6g} of a loss that is {expected:.6g} on one rank. It reads the "
+            f"megacp: the host's schedule made {found:.6g} of a loss that is {expected:.6g} on one rank. It reads the "
             "context-parallel size in a way that megacp does not see, and gradients would be off by that factor."
         )
     return True

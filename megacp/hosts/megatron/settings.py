@@ -78,6 +78,11 @@ def validate_args(original: Function, session: Callable[[], Session]) -> Functio
                 limits.check_sequence_length(
                     args.seq_length, cp, session().layout_name, tp, args.sequence_parallel
                 )
+            if getattr(args, "use_legacy_models", False):
+                raise UnsupportedError(
+                    f"megacp: --use-legacy-models with --context-parallel-size {cp} or --megacp-documents is not offered: only models "
+                    "of Megatron-core are split. Leave --use-legacy-models away."
+                )
             if getattr(args, "reset_attention_mask", False) and not session().has_documents:
                 raise UnsupportedError(
                     f"megacp: --reset-attention-mask with --context-parallel-size {cp}: the host ignores it there, and documents "

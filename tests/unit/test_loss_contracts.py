@@ -1,0 +1,258 @@
+"""The loss of one rank under every contract that a Megatron has had between its loss function and its schedule.
+
+Stand-ins for the host: a schedule and a loss function in the manner of each generation, a group of two whose sum doubles.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacp.config import Config
+from megacp.errors import SeamError, UnsupportedError
+from megacp.hosts.megatron.loss import group_of_one, loss_scale, one_rank, token_count
+from megacp.hosts.session import Session
+
+CP = 2
+LOSSES = torch.tensor([1.0, 2.0, 3.0, 5.0])
+MASK = torch.tensor([0.0, 1.0, 1.0, 1.0])  # a mean of 10 / 3 on one rank
+MICRO_BATCHES = 4
+
+
+class Group:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A parallel_state of two ranks, hooked, and the arguments of a run."""
+    run = Session(Config(), lambda: "", lambda: None, alone=Group(1))
+    state: Any = types.ModuleType("megatron.core.parallel_state")
+
+    def get_context_parallel_world_size() -> int:
+        return CP
+
+    def get_context_parallel_rank() -> int:
+        return 1
+
+    def get_context_parallel_group() -> Group:
+        return Group(CP)
+
+    for function in (get_context_parallel_world_size, get_context_parallel_rank, get_context_parallel_group):
+        setattr(state, function.__name__, group_of_one(function, lambda: run))
+    names: Any = types.ModuleType("megatron.training.global_vars")
+    names._GLOBAL_ARGS = types.SimpleNamespace(context_parallel_size=CP)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", names)
+    return types.SimpleNamespace(run=run, state=state, args=names._GLOBAL_ARGS)
+
+
+def summed(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """All ranks hold the same, so a sum over the group is a multiple; its gradient is that of the summand."""
+    return x + (group.size - 1) * x.detach()
+
+
+# -- loss functions of scripts ------------------------------------------------------------------------------------------------
+
+
+def sums_and_multiplies(host: Any, per_token: torch.Tensor) -> tuple[Any, ...]:
+    """As in 0.7 to 0.11."""
+    loss = torch.stack([(per_token * MASK).sum(), MASK.sum()])
+    if host.args.context_parallel_size > 1:
+        loss = summed(loss, host.state.get_context_parallel_group())
+    return loss[0] * host.args.context_parallel_size, loss[1].detach().int(), {}
+
+
+def sums(host: Any, per_token: torch.Tensor) -> tuple[Any, ...]:
+    """As in 0.12, without asking for the size first."""
+    loss = torch.stack([(per_token * MASK).sum(), MASK.sum()])
+    loss = summed(loss, host.state.get_context_parallel_group())
+    return loss[0].clone(), loss[1].detach().int(), {}
+
+
+def local(host: Any, per_token: torch.Tensor) -> tuple[Any, ...]:
+    """As in 0.13 and later."""
+    return (per_token * MASK).sum(), MASK.sum().int(), {}
+
+
+def two_values(host: Any, per_token: torch.Tensor) -> tuple[Any, ...]:
+    return (per_token * MASK).sum() / MASK.sum(), {}
+
+
+def two_values_summed(host: Any, per_token: torch.Tensor) -> tuple[Any, ...]:
+    loss = torch.stack([(per_token * MASK).sum(), MASK.sum()])
+    loss = summed(loss, host.state.get_context_parallel_group())
+    return loss[0] / loss[1], {}
+
+
+# -- schedules ----------------------------------------------------------------------------------------------------------------
+
+
+def step(multiplied: Callable[[Any, int], int]) -> Callable[..., Any]:
+    """Make a schedule's step that runs the model; ``multiplied`` gives its factor for so many values."""
+
+    def make(host: Any) -> Any:
+        def forward_step(
+            forward_step_func: Any,
+            model: Any,
+            num_microbatches: int,
+            forward_data_store: list[Any],
+            config: Any,
+        ) -> Any:
+            output, loss_func = forward_step_func(None, model)
+            outputs = loss_func(output)
+            loss = outputs[0]
+            if len(outputs) == 2 or not config.calculate_per_token_loss:
+                if len(outputs) == 3:
+                    loss = loss / outputs[1]
+                loss = loss * multiplied(host, len(outputs)) / num_microbatches
+            return [loss], torch.tensor(0)
+
+        return loss_scale(forward_step, lambda: host.run)
+
+    return make
+
+
+def never(host: Any, values: int) -> int:
+    return 1
+
+
+def by_the_size(host: Any, values: int) -> int:
+    return int(host.state.get_context_parallel_world_size())
+
+
+def two_by_the_size(host: Any, values: int) -> int:
+    return by_the_size(host, values) if values == 2 else 1
+
+
+def loss_alone(host: Any) -> Any:
+    """A schedule's function of the loss alone, as in 0.14 and later; two values are multiplied by the size it is handed."""
+
+    def forward_step_calc_loss(
+        model: Any,
+        output_tensor: Any,
+        loss_func: Any,
+        config: Any,
+        collect_non_loss_data: bool,
+        num_microbatches: int,
+        forward_data_store: list[Any],
+        cp_group_size: int,
+    ) -> Any:
+        outputs = loss_func(output_tensor)
+        loss = outputs[0]
+        if len(outputs) == 3:
+            if not config.calculate_per_token_loss:
+                loss = loss / outputs[1].clamp(min=1) / num_microbatches
+        else:
+            loss = loss * cp_group_size / num_microbatches
+        return loss, torch.tensor(0)
+
+    return loss_scale(forward_step_calc_loss, lambda: host.run)
+
+
+def gradient(host: Any, hooked: Any, script: Any, per_token: bool) -> torch.Tensor:
+    x = LOSSES.clone().requires_grad_()
+    config = types.SimpleNamespace(calculate_per_token_loss=per_token, num_moe_experts=None)
+    if hooked.__name__ == "forward_step":
+        out = hooked(lambda *_: (x * 1, lambda y: script(host, y)), None, MICRO_BATCHES, [], config)
+    else:
+        out = hooked(None, x * 1, lambda y: script(host, y), config, False, MICRO_BATCHES, [], CP)
+    loss = out[0][0] if isinstance(out[0], list) else out[0]
+    loss.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(
+    ("script", "schedule"),
+    [
+        (sums_and_multiplies, step(never)),
+        (sums, step(by_the_size)),
+        (local, step(two_by_the_size)),
+        (local, loss_alone),
+        (two_values, step(two_by_the_size)),
+        (two_values, loss_alone),
+        (two_values_summed, step(by_the_size)),
+        (two_values_summed, loss_alone),
+    ],
+    ids=["0.7", "0.12", "0.13", "0.14", "two, 0.13", "two, 0.14", "two summed, 0.12", "two summed, 0.14"],
+)
+def test_the_gradient_at_the_exit_is_that_of_one_rank(
+    host: Any, script: Any, schedule: Any, per_token: bool
+) -> None:
+    whole = script in (two_values, two_values_summed) or not per_token
+    expected = MASK / MASK.sum() / MICRO_BATCHES if whole else MASK
+    found = gradient(host, schedule(host), script, per_token)
+    assert torch.allclose(found, expected)
+    assert host.args.context_parallel_size == CP and not host.run.is_one_rank
+
+
+def test_a_schedule_that_multiplies_by_a_size_of_its_own_is_refused(host: Any) -> None:
+    with pytest.raises(SeamError, match=r"1\.66667 of a loss that is 0\.833333 on one rank"):
+        gradient(host, step(lambda *_: CP)(host), local, False)
+
+
+def test_the_group_has_two_members_again_after_an_error(host: Any) -> None:
+    with pytest.raises(ZeroDivisionError), one_rank(host.run):
+        assert host.state.get_context_parallel_world_size() == 1
+        assert host.state.get_context_parallel_rank() == 0
+        assert host.state.get_context_parallel_group().size == 1
+        raise ZeroDivisionError
+    assert host.state.get_context_parallel_world_size() == CP == host.args.context_parallel_size
+    assert host.state.get_context_parallel_rank() == 1
+
+
+# -- counting tokens ----------------------------------------------------------------------------------------------------------
+
+
+class Chunk:
+    scale = 1.0
+
+    def scale_gradients(self, factor: float) -> None:
+        self.scale *= factor
+
+
+@pytest.mark.parametrize(("size", "divided_by"), [(3, CP), (6, 1)], ids=["data parallel", "data x context"])
+def test_tokens_are_counted_over_all_ranks(
+    host: Any, monkeypatch: pytest.MonkeyPatch, size: int, divided_by: int
+) -> None:
+    finalize = counting(host, monkeypatch, size)
+    chunk = Chunk()
+    for _ in range(2):  # watched in the first step, remembered in the second
+        chunk.scale = 1.0
+        finalize([chunk], torch.tensor(10, dtype=torch.int))
+        assert chunk.scale == 1 / (10 * size) / divided_by
+    finalize([chunk])
+    assert chunk.scale == 1 / (10 * size) / divided_by
+
+
+def test_a_count_over_another_group_is_refused(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match=r"groups of \[5\] ranks.*data parallel \(3\).*\(6\)"):
+        counting(host, monkeypatch, 5)([Chunk()], torch.tensor(10, dtype=torch.int))
+
+
+def counting(host: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> Any:
+    """Make a host that sums its tokens over a group of ``size`` ranks; data parallel are 3, with context parallel 6."""
+
+    def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
+        tensor *= group.size
+
+    def finalize_model_grads(model: Any, num_tokens: Any = None) -> None:
+        dist.all_reduce(torch.zeros(3), group=Group(7))  # type: ignore[arg-type]
+        if num_tokens is not None:
+            dist.all_reduce(num_tokens, group=Group(size))  # type: ignore[arg-type]
+            for chunk in model:
+                chunk.scale_gradients(1 / int(num_tokens))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
+    host.state.get_data_parallel_world_size = lambda with_context_parallel=False: 6
+    return token_count(finalize_model_grads, lambda: host.run)
