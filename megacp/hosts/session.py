@@ -31,6 +31,7 @@ class Session:
         mailboxes: for each model-chunk family (by pipeline group) the document starts on their way.
         facts: lines for the report, in the order in which they became known. forwards: micro-batches seen.
         is_one_rank: the host is told that a group has one member, and ``alone`` is that group (see hosts.megatron.loss).
+        is_averaged: the host averages gradients over the group; else it sums them.
         token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
     """
 
@@ -47,6 +48,7 @@ class Session:
     forwards: int = 0
     is_one_rank: bool = False
     alone: Any = None
+    is_averaged: bool = True
     token_divisor: int | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +86,7 @@ class Session:
     def connect_alone(self, cp_size: int) -> None:
         """Make the group that holds this rank only."""
         self.alone = self.token_divisor = None
+        self.is_averaged = True
         if cp_size > 1:
             self.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 

@@ -212,6 +212,28 @@ def _torch_norm(changes: Changes, module: ModuleType) -> str:
     return "torch's norms work with sequence parallelism"
 
 
+def _torch_layer_norm(changes: Changes, module: ModuleType) -> str:
+    """Do the same for the norm of older hosts, which is a LayerNorm that refuses in its `__init__`."""
+    norm = getattr(module, "WrappedTorchLayerNorm", None)
+    if not (isinstance(norm, type) and issubclass(norm, torch.nn.LayerNorm)):
+        return "left as it is"
+    original = norm.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        is_parallel = config.sequence_parallel
+        config.sequence_parallel = False
+        try:
+            original(self, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = is_parallel
+        for parameter in self.parameters():
+            parameter.sequence_parallel = is_parallel
+
+    changes.attribute(norm, "__init__", init)
+    return "torch's norms work with sequence parallelism"
+
+
 def _torch_adam(changes: Changes, module: ModuleType) -> str:
     """Let the distributed optimizer load a checkpoint into torch's Adam, and into float32 parameters.
 
@@ -269,6 +291,7 @@ _PATCHES: dict[str, Callable[[Changes, ModuleType], str]] = {
     "megatron.core.optimizer.distrib_optimizer": _torch_adam,
     "megatron.core.tensor_parallel.random": _recompute,
     "megatron.core.transformer.moe.moe_utils": _router,
+    "megatron.core.transformer.torch_layer_norm": _torch_layer_norm,
     "megatron.core.transformer.torch_norm": _torch_norm,
     "megatron.fused_kernels": _fused_kernels,
     "megatron.legacy.fused_kernels": _fused_kernels,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megacp.config import Config
 from megacp.errors import SeamError, UnsupportedError
-from megacp.hosts.megatron.loss import group_of_one, loss_scale, one_rank, token_count
+from megacp.hosts.megatron.loss import gradient_average, group_of_one, loss_scale, one_rank, token_count
 from megacp.hosts.session import Session
 
 CP = 2
@@ -208,6 +208,37 @@ def test_the_group_has_two_members_again_after_an_error(host: Any) -> None:
         raise ZeroDivisionError
     assert host.state.get_context_parallel_world_size() == CP == host.args.context_parallel_size
     assert host.state.get_context_parallel_rank() == 1
+
+
+# -- averaging gradients ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dp", "factor", "settings", "is_averaged"),
+    [
+        (3, 1 / 6, {}, True),
+        (3, 1 / 3, {}, False),
+        (1, 1 / 2, {}, True),
+        (1, 1.0, {}, False),
+        (1, 1.0, {"calculate_per_token_loss": True}, True),
+        (1, 1.0, {"average_in_collective": True}, True),
+    ],
+)
+def test_gradients_that_the_host_sums_over_the_group_are_not_multiplied(
+    host: Any, dp: int, factor: float, settings: dict[str, bool], is_averaged: bool
+) -> None:
+    class DistributedDataParallel:
+        def __init__(self, config: Any, ddp_config: Any) -> None:
+            self.buffers = [types.SimpleNamespace(gradient_scaling_factor=factor)]
+
+    host.state.get_data_parallel_world_size = lambda with_context_parallel=False: dp * CP
+    init = gradient_average(DistributedDataParallel.__init__, lambda: host.run)
+    init(
+        object.__new__(DistributedDataParallel),
+        types.SimpleNamespace(**settings),
+        types.SimpleNamespace(**settings),
+    )
+    assert host.run.is_averaged == is_averaged
 
 
 # -- counting tokens ----------------------------------------------------------------------------------------------------------

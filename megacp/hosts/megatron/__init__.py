@@ -9,8 +9,8 @@ Data flow under context parallelism, with the host's own lines untouched:
     model.forward    brings the per-token loss back whole
     loss function    sees the whole loss, so every mask is exact (seam: loss scale)
 
-The gradient that comes back into the slice is multiplied by the group's size, because the host averages gradients over
-data-parallel times context-parallel ranks.
+The gradient that comes back into the slice is multiplied by the group's size where the host averages gradients over
+data-parallel times context-parallel ranks (seam: average of gradients).
 """
 
 from __future__ import annotations
@@ -170,6 +170,13 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             required=True,
             every=True,
             absent_means="loss functions that sum over the group",
+        ),
+        seam(
+            "average of gradients",
+            f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+            loss.gradient_average,
+            ("config", "ddp_config"),
+            absent_means="hosts that sum gradients over the group (0.7 and 0.8 do)",
         ),
         seam(
             "count of tokens",

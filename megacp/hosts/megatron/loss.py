@@ -3,18 +3,19 @@
 Every rank of a group holds the whole per-token loss, so the loss function computes what it would on one rank, if nothing in it
 sums over the group or multiplies by the group's size once more. What a Megatron does there has changed several times:
 
-====================  ==============================  ===========================================  =======================
-Megatron-core         the script's loss function      the schedule                                 tokens are counted over
-====================  ==============================  ===========================================  =======================
-0.4 to 0.6            sums over cp, times cp          --                                           --
-0.7 to 0.11           sums over cp, times cp          divides by the count                         dp (cp times too few)
-0.12                  sums over cp                    divides by the count, times cp               dp
-0.13 and later        nothing                         divides by the count; two values: times cp   dp x cp
-====================  ==============================  ===========================================  =======================
+==============  ======================  ========================================  ================  ===============
+Megatron-core   the loss function       the schedule                              tokens counted    gradients
+==============  ======================  ========================================  ================  ===============
+0.7, 0.8        sums over cp, times cp  divides by the count                      over dp           summed over cp
+0.9 to 0.11     sums over cp, times cp  divides by the count                      over dp           averaged
+0.12            sums over cp            divides by the count, times cp            over dp           averaged
+0.13 and later  nothing                 divides by the count; two values: by cp   over dp and cp    averaged
+==============  ======================  ========================================  ================  ===============
 
 None of this is looked up by version. While the loss function runs, the host's own functions say that the group has one member;
-what the schedule multiplies by is measured; over which group the tokens are counted is watched. With that, the gradient at the
-model's exit is the same in all of them, and the model's boundary multiplies it by the group's size (see ``model.py``).
+what the schedule multiplies by is measured; over which group the tokens are counted is watched; by what gradients are divided is
+read from the host's buffers. With that, the gradient at the model's exit is the same in all of them, and the model's boundary
+multiplies it by the group's size where the host averages over the group (see ``model.py``).
 """
 
 from __future__ import annotations
@@ -202,6 +203,33 @@ def _is_what_one_rank_gets(loss: tuple[Any, ...], out: Any, values: dict[str, An
             "context-parallel size in a way that megacp does not see, and gradients would be off by that factor."
         )
     return True
+
+
+def gradient_average(original: Function, session: Callable[[], Session]) -> Function:
+    """Read by what the host's data parallelism divides gradients: by data times context parallel ranks, or by the former only."""
+
+    signature = inspect.signature(original)
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        cp = parallel_state().get_context_parallel_world_size()
+        if cp == 1 or getattr(given["config"], "calculate_per_token_loss", False):
+            return  # then nothing is divided here
+        if getattr(given["ddp_config"], "average_in_collective", False):
+            return  # the collective divides by its own ranks, which are all
+        ranks = parallel_state().get_data_parallel_world_size(with_context_parallel=True)
+        factors = [
+            getattr(buffer, "gradient_scaling_factor", 1 / ranks) for buffer in _buffers(given["self"])
+        ]
+        session().is_averaged = not any(math.isclose(factor * ranks, cp) for factor in factors)
+
+    return init
+
+
+def _buffers(module: Any) -> list[Any]:
+    found = getattr(module, "buffers", None)
+    return found if isinstance(found, list) else []  # a module's own method has this name
 
 
 def token_count(original: Function, session: Callable[[], Session]) -> Function:

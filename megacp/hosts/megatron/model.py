@@ -100,7 +100,8 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         if not getattr(self, "post_process", True):
             return out
         # [B, S] per-token loss, or [B, S, V] logits where no labels are given
-        return sharding.gather(out, split.layout, group, dim=1, grad_factor=group.size)
+        factor = group.size if session().is_averaged else 1
+        return sharding.gather(out, split.layout, group, dim=1, grad_factor=factor)
 
     return forward
 
