@@ -82,7 +82,7 @@ def draw_row(draw: Callable[[random.Random], int], cp_size: int, rng: random.Ran
 
 
 def dealt(mask: Mask, cp_size: int, chunk: int) -> Layout:
-    """Deal chunks of fixed size, most work first, to the rank with least work that has room: what MagiAttention does by default."""
+    """Deal chunks of fixed size, most work first, to the rank with least work that has room."""
     starts = range(0, mask.seq_len, chunk)
     whole = _from_ranges("chunks", mask.seq_len, 1, [[(0, mask.seq_len)]])
     queries = queries_of(whole, mask, 0)
@@ -241,9 +241,9 @@ is the processor time to build the layout (Python {python}, NumPy {numpy}, one c
 draws. *Pieces* are stretches of consecutive tokens of one rank.
 
 - `contiguous`, `zigzag`: the whole row cut into 1 or 2 chunks a rank. `per_document`: each document zigzagged alone.
-- `chunks of n`: chunks of fixed size dealt by work, which is what MagiAttention does by default (2,048); here for comparison only.
+- `chunks of n`: chunks of fixed size dealt by work from a heap, a simple way that MagiAttention also offers; here for comparison only.
 - `balanced`: `Layout.balanced(mask, cp_size)`. Short documents stay whole, long ones are cut so that little moves. The numbers of
-  tokens are equal and cuts inside documents are multiples of 64 tokens from the document's start.
+  tokens are equal and cuts inside documents are multiples of 64 tokens from the document's start, where lengths permit.
 - The *lower bound* holds for any placement with equal tokens and no rank above 1.02 of the mean work: each document alone, had it
   all ranks to itself, needs at least so many keys moved (`megacp.balance.least_keys`). No placement is known to reach it.
 
