@@ -30,6 +30,7 @@ class Session:
         comm_types: what --cp-comm-type says where the host has no such flag of its own.
         mailboxes: for each model-chunk family (by pipeline group) the document starts on their way.
         facts: lines for the report, in the order in which they became known. forwards: micro-batches seen.
+        loss_mask: of the batch that the script has taken last.
         is_one_rank: the host is told that a group has one member, and ``alone`` is that group (see hosts.megatron.loss).
         is_averaged: the host averages gradients over the group; else it sums them.
         token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
@@ -46,6 +47,7 @@ class Session:
     facts: dict[str, str] = field(default_factory=dict)
     is_announced: bool = False
     forwards: int = 0
+    loss_mask: Any = None
     is_one_rank: bool = False
     alone: Any = None
     is_averaged: bool = True

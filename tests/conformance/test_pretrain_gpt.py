@@ -6,6 +6,7 @@ printed as one table at the end of the session; what megacp refuses fails, and s
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 HERE = Path(__file__).resolve().parent
 TREES = [Path(p) for p in os.environ.get("MEGACP_TREES", "").split(os.pathsep) if p]
@@ -70,16 +70,46 @@ NOT_EVERY_HOST = (
 )  # old ones need Apex for these
 
 
+# What a checkpoint holds besides tensors are objects of the host's own classes, so the host's modules must load it.
+NAMES = """
+import json, sys
+from megacp.testing import cpu
+cpu.install()
+import torch
+model = torch.load(sys.argv[1], weights_only=False)["model"]
+print(json.dumps({name: list(getattr(value, "shape", [])) for name, value in model.items()}))
+"""
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """Put the checkout first, as it is where a user starts it."""
+    paths = [str(tree), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "OMP_NUM_THREADS": "1"}
+
+
+def in_the_host(tree: Path, program: str, *words: str) -> str:
+    """Run a short program with the checkout's modules; give what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=tree,
+        env=environment(tree),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 @cache
 def run(tree: Path, flags: tuple[str, ...], ranks: int, data: str) -> subprocess.CompletedProcess[str]:
     """Train six steps as a user would."""
     script = [str(HERE / data), "pretrain_gpt.py"] if data else ["pretrain_gpt.py"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    paths = [str(tree), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [*command, "-m", "megacp", *script, *MODEL, *flags],
         cwd=tree,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "OMP_NUM_THREADS": "1"},
+        env=environment(tree),
         capture_output=True,
         text=True,
         timeout=300,
@@ -147,12 +177,7 @@ def test_a_checkpoint_has_the_names_and_shapes_of_cp1(
         done = run(tree, (*flags, *save), ranks, "")
         assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
         (file,) = folder.glob("iter_0000006/mp_rank_00/model_optim_rng.pt")
-        sys.path.insert(0, str(tree))
-        try:
-            model = torch.load(file, weights_only=False)["model"]
-        finally:
-            sys.path.remove(str(tree))
-        saved.append({k: getattr(v, "shape", None) for k, v in model.items()})
+        saved.append(json.loads(in_the_host(tree, NAMES, str(file))))
     record(tree.name, "names in a checkpoint", "equal" if saved[0] == saved[1] else "differ")
     assert saved[0] == saved[1] and len(saved[0]) > 10
 

@@ -14,10 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megacp import groups as members
 from megacp.config import Config
 from megacp.errors import SeamError, UnsupportedError
+from megacp.hosts.megatron.layer import rotary
 from megacp.hosts.megatron.loss import gradient_average, group_of_one, loss_scale, one_rank, token_count
+from megacp.hosts.megatron.model import _mask_last_labels, whole_batch
 from megacp.hosts.session import Session
+from megacp.mask import Mask
 
 CP = 2
 LOSSES = torch.tensor([1.0, 2.0, 3.0, 5.0])
@@ -200,6 +204,15 @@ def test_a_schedule_that_multiplies_by_a_size_of_its_own_is_refused(host: Any) -
         gradient(host, step(lambda *_: CP)(host), local, False)
 
 
+def test_other_data_than_the_loss_is_left_alone(host: Any) -> None:
+    def forward_step_calc_loss(loss_func: Any, output_tensor: Any, config: Any) -> Any:
+        return loss_func(output_tensor, non_loss_data=True)
+
+    hooked = loss_scale(forward_step_calc_loss, lambda: host.run)
+    pair = (torch.tensor(3.0), {})
+    assert hooked(lambda *_, **__: pair, LOSSES, None) is pair
+
+
 def test_the_group_has_two_members_again_after_an_error(host: Any) -> None:
     with pytest.raises(ZeroDivisionError), one_rank(host.run):
         assert host.state.get_context_parallel_world_size() == 1
@@ -239,6 +252,26 @@ def test_gradients_that_the_host_sums_over_the_group_are_not_multiplied(
         types.SimpleNamespace(**settings),
     )
     assert host.run.is_averaged == is_averaged
+
+
+# -- rotary positions of hosts that cannot be asked for the whole table -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_host_without_packed_seq_gives_the_table_of_the_whole_sequence(host: Any, layout: str) -> None:
+    class RotaryEmbedding:
+        cp_group: Any = members.Group(None, 1, CP, (0, 1))
+
+        def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+            assert self.cp_group is None and host.state.get_context_parallel_world_size() == 1
+            return torch.arange(max_seq_len)[:, None, None, None]
+
+    host.run.configure({"layout": layout})
+    module = RotaryEmbedding()
+    table = rotary(RotaryEmbedding.forward, lambda: host.run)(module, 8)
+    expected = {"zigzag": [2, 3, 4, 5], "contiguous": [4, 5, 6, 7]}
+    assert table.flatten().tolist() == expected[layout]
+    assert module.cp_group.size == CP
 
 
 # -- counting tokens ----------------------------------------------------------------------------------------------------------
@@ -287,3 +320,24 @@ def counting(host: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> Any:
     monkeypatch.setattr(dist, "get_world_size", lambda group: group.size)
     host.state.get_data_parallel_world_size = lambda with_context_parallel=False: 6
     return token_count(finalize_model_grads, lambda: host.run)
+
+
+# -- the last label of each document ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["the model's argument", "the batch that the script took", "nowhere"])
+def test_the_last_label_of_each_document_is_masked_wherever_the_mask_is(host: Any, where: str) -> None:
+    mask = Mask.documents([0, 3, 4, 8])
+    seen = torch.ones(1, 8)
+    batch: dict[str, Any] = {"labels": torch.zeros(1, 8, dtype=torch.long)}
+    if where == "the model's argument":
+        batch["loss_mask"] = seen
+    elif where == "the batch that the script took":
+        whole_batch(lambda batch: batch, lambda: host.run)({"loss_mask": seen})
+    zeros = _mask_last_labels(batch, mask, host.run)
+    ends = [0, 0, 1, 1, 0, 0, 0, 1]
+    if where == "nowhere":  # then the loss itself is made zero there
+        assert zeros is not None and zeros.int().tolist() == [ends]
+    else:
+        assert zeros is None and (1 - seen).tolist() == [ends]
+    assert host.run.loss_mask is None

@@ -176,7 +176,7 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             loss.gradient_average,
             ("config", "ddp_config"),
-            absent_means="hosts that sum gradients over the group (0.7 and 0.8 do)",
+            absent_means="hosts that sum gradients over the group (0.8 does)",
         ),
         seam(
             "count of tokens",

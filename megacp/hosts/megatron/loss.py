@@ -6,8 +6,7 @@ sums over the group or multiplies by the group's size once more. What a Megatron
 ==============  ======================  ========================================  ================  ===============
 Megatron-core   the loss function       the schedule                              tokens counted    gradients
 ==============  ======================  ========================================  ================  ===============
-0.7, 0.8        sums over cp, times cp  divides by the count                      over dp           summed over cp
-0.9 to 0.11     sums over cp, times cp  divides by the count                      over dp           averaged
+0.7 to 0.11     sums over cp, times cp  divides by the count                      over dp           0.8: summed
 0.12            sums over cp            divides by the count, times cp            over dp           averaged
 0.13 and later  nothing                 divides by the count; two values: by cp   over dp and cp    averaged
 ==============  ======================  ========================================  ================  ===============
@@ -95,7 +94,7 @@ def _calc_loss(original: Function, session: Callable[[], Session]) -> Function:
         def whole_loss(*inner: Any, **named: Any) -> Any:
             with one_rank(session()):
                 outputs = loss_func(*inner, **named)
-            if not isinstance(outputs, tuple) or len(outputs) not in (2, 3):
+            if not _is_loss(outputs, named):
                 return outputs
             key = len(outputs), cp
             if key not in measured:
@@ -107,6 +106,12 @@ def _calc_loss(original: Function, session: Callable[[], Session]) -> Function:
         return original(*given.args, **given.kwargs)
 
     return forward_step_calc_loss
+
+
+def _is_loss(outputs: Any, named: dict[str, Any]) -> bool:
+    """Tell a loss, with or without its count, from other data that schedules ask a loss function for."""
+    is_pair = isinstance(outputs, tuple) and len(outputs) in (2, 3) and isinstance(outputs[0], torch.Tensor)
+    return is_pair and not named.get("non_loss_data")
 
 
 def _multiplier(original: Function, signature: inspect.Signature, real: dict[str, Any], length: int) -> float:
@@ -151,7 +156,7 @@ def _forward_step(original: Function, session: Callable[[], Session]) -> Functio
                 def whole_loss(*loss_args: Any, **loss_named: Any) -> Any:
                     begin()
                     outputs = loss_func(*loss_args, **loss_named)
-                    if not is_checked and isinstance(outputs, tuple) and isinstance(outputs[0], torch.Tensor):
+                    if not is_checked and _is_loss(outputs, loss_named):
                         losses.append(
                             (outputs[0].detach().clone(), *outputs[1:])
                         )  # the schedule divides in place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def whole_batch(original: Function, session: Callable[[], Session]) -> Function:
     """Leave the batch whole; the model's entry slices it."""
 
     def get_batch_on_this_cp_rank(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        session().loss_mask = batch.get("loss_mask") if isinstance(batch, Mapping) else None
         return batch
 
     return get_batch_on_this_cp_rank
@@ -85,11 +86,9 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         _check_same_sample(batch, group, session())
         split = _split(self, batch, session(), group)
         _check_dense_mask(batch.get("attention_mask"), split.mask)
-        if session().has_documents and isinstance(batch.get("loss_mask"), torch.Tensor):
-            ends = split.mask.document_ends().to(batch["loss_mask"].device)
-            batch["loss_mask"].masked_fill_(
-                ends, 0
-            )  # in place: the host's loss function holds the same tensor
+        ends = None
+        if session().has_documents and batch.get("labels") is not None:
+            ends = _mask_last_labels(batch, split.mask, session())
         fields = {name: batch.get(name) for name in _PER_TOKEN}
         batch.update(
             {k: v for k, v in sharding.shard(fields, split.layout, rank=group.rank).items() if k in batch}
@@ -101,9 +100,25 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
             return out
         # [B, S] per-token loss, or [B, S, V] logits where no labels are given
         factor = group.size if session().is_averaged else 1
-        return sharding.gather(out, split.layout, group, dim=1, grad_factor=factor)
+        whole = sharding.gather(out, split.layout, group, dim=1, grad_factor=factor)
+        return whole if ends is None else whole.masked_fill(ends.to(whole.device), 0)
 
     return forward
+
+
+def _mask_last_labels(batch: dict[str, Any], mask: Mask, run: Session) -> torch.Tensor | None:
+    """Take the last label of each document out of the loss mask, in place: the host's loss function holds the same tensor.
+
+    The mask is the one that the model is called with; scripts of hosts whose models take none have it from the batch.
+    Returns the positions [B, G] whose loss is to be zero where neither is to be seen, else None.
+    """
+    seen = batch["loss_mask"] if batch.get("loss_mask") is not None else run.loss_mask
+    run.loss_mask = None
+    ends = mask.document_ends()
+    if not isinstance(seen, torch.Tensor) or seen.shape != batch["labels"].shape:
+        return ends
+    seen.masked_fill_(ends.to(seen.device), 0)
+    return None
 
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask")

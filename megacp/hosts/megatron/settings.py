@@ -66,6 +66,15 @@ def parse_args(original: Function, session: Callable[[], Session]) -> Function:
     return parse_args
 
 
+_REFUSED_FLAGS = {
+    "use_legacy_models": "only models of Megatron-core are split. Leave it away",
+    "sft": "the host packs and splits such batches itself. Keep documents apart with --megacp-documents instead",
+    "dataloader_inter_document_masking": "the host splits such batches itself. Use --megacp-documents instead",
+    "dynamic_context_parallel": "the host splits such batches itself, each over ranks of its own. Leave it away",
+    "sequence_packing_scheduler": "the host packs and splits such batches itself. Leave it away",
+}
+
+
 def validate_args(original: Function, session: Callable[[], Session]) -> Function:
     """Check what the host would let pass or refuse without a reason, and switch off its S x S mask where ours is in force."""
 
@@ -78,11 +87,12 @@ def validate_args(original: Function, session: Callable[[], Session]) -> Functio
                 limits.check_sequence_length(
                     args.seq_length, cp, session().layout_name, tp, args.sequence_parallel
                 )
-            if getattr(args, "use_legacy_models", False):
-                raise UnsupportedError(
-                    f"megacp: --use-legacy-models with --context-parallel-size {cp} or --megacp-documents is not offered: only models "
-                    "of Megatron-core are split. Leave --use-legacy-models away."
-                )
+            for flag, why in _REFUSED_FLAGS.items():
+                if getattr(args, flag, False):
+                    raise UnsupportedError(
+                        f"megacp: --{flag.replace('_', '-')} is not offered with --context-parallel-size {cp}"
+                        f"{' and --megacp-documents' if session().has_documents else ''}: {why}."
+                    )
             if getattr(args, "reset_attention_mask", False) and not session().has_documents:
                 raise UnsupportedError(
                     f"megacp: --reset-attention-mask with --context-parallel-size {cp}: the host ignores it there, and documents "
