@@ -10,7 +10,7 @@ one from outside registers itself with :func:`register`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from typing import NamedTuple, Protocol
@@ -26,6 +26,7 @@ __all__ = [
     "Kernel",
     "Options",
     "Request",
+    "Sum",
     "choose",
     "names",
     "not_offered",
@@ -87,13 +88,48 @@ class Request:
     options: Options
 
 
-@dataclass
-class Gradients:
-    """Where a kernel adds its gradients: dq [B, S, H, D], dk [B, T, K, D], dv [B, T, K, E], accumulation dtype."""
+class Sum:
+    """A gradient in the making, [B, S, H, D] in the accumulation dtype: a whole first part is taken over, all others are added.
 
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
+    Args:
+        like: a tensor of its shape and device. so_far: gives what others have summed, or None, when the first part is there.
+    """
+
+    def __init__(
+        self,
+        like: torch.Tensor,
+        dtype: torch.dtype,
+        so_far: Callable[[], torch.Tensor | None] = lambda: None,
+    ) -> None:
+        self.shape, self.dtype, self.device = like.shape, dtype, like.device
+        self._so_far = so_far
+        self._sum: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor, rows: slice = slice(None), slots: slice = slice(None)) -> None:
+        """Add a part [b, s, H, D] to some rows and slots; the caller no longer uses it."""
+        if self._sum is None:
+            self._sum = self._so_far()
+        if self._sum is None and part.shape == self.shape:
+            self._sum = part.to(self.dtype).contiguous()
+        else:
+            self.tensor[rows, slots] += part
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The sum so far, contiguous; kernels may add to it in place."""
+        if self._sum is None:
+            self._sum = self._so_far()
+        if self._sum is None:
+            self._sum = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return self._sum
+
+
+class Gradients(NamedTuple):
+    """Where a kernel adds its gradients: dq [B, S, H, D], dk [B, T, K, D], dv [B, T, K, E]."""
+
+    dq: Sum
+    dk: Sum
+    dv: Sum
 
 
 class Kernel(Protocol):

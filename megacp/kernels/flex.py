@@ -96,9 +96,9 @@ def backward(
         dq, dk, dv = torch.autograd.grad(
             (out_part, lse_part), (q_part, k_part, v_part), (d_part, d_lse.to(lse_part.dtype))
         )
-        into.dq[of_queries] += dq
-        into.dk[of_keys] += dk
-        into.dv[of_keys] += dv
+        into.dq.add(dq, *of_queries)
+        into.dk.add(dk, *of_keys)
+        into.dv.add(dv, *of_keys)
 
 
 def _attend(

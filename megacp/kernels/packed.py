@@ -124,7 +124,7 @@ def backward(
     of_queries = [x.flatten(0, 1) for x in (d_out.to(q.dtype), q, out.to(q.dtype))]
     lse_all = lse.float().transpose(0, 1).flatten(1)  # [H, B * S]
     k_all, v_all = k.flatten(0, 1), v.flatten(0, 1)
-    sums = [x.view(-1, *x.shape[2:]) for x in (into.dq, into.dk, into.dv)]
+    sums = [x.view(-1, *x.shape[2:]) for x in (s.tensor for s in into)]
     for call in _calls(tuple(blocks), q.shape[0], q.shape[1], k.shape[1], q.device, windows):
         d_part, q_part, out_part = (_taken(x, call.queries) for x in of_queries)
         lse_part = _taken(lse_all, call.queries, 1).contiguous()

@@ -83,11 +83,11 @@ def backward(
             if slope is not None:
                 d_logits = d_logits * slope
             d_logits = d_logits * options.scale
-            into.dv[rows, keys] += torch.einsum(
-                "bkgst,bskge->btke", probs if share is None else probs * share, d_tile
-            )
-            into.dk[rows, keys] += torch.einsum("bkgst,bskgd->btkd", d_logits, q_tile)
-            into.dq[rows, queries] += torch.einsum("bkgst,btkd->bskgd", d_logits, k_tile).flatten(2, 3)
+            probs = probs if share is None else probs * share
+            into.dv.add(torch.einsum("bkgst,bskge->btke", probs, d_tile), rows, keys)
+            into.dk.add(torch.einsum("bkgst,bskgd->btkd", d_logits, q_tile), rows, keys)
+            dq = torch.einsum("bkgst,btkd->bskgd", d_logits, k_tile)
+            into.dq.add(dq.flatten(2, 3), rows, queries)
 
 
 def _tiles(block: Block) -> Iterator[Block]:

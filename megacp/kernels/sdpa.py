@@ -84,9 +84,9 @@ def backward(
             scale=options.scale,
         )
         head_dim = q.shape[-1]
-        into.dq[rows, queries] += dq.transpose(1, 2)[..., :head_dim]
-        into.dk[rows, keys] += dk.transpose(1, 2)[..., :head_dim]
-        into.dv[rows, keys] += dv.transpose(1, 2)[..., :value_dim]
+        into.dq.add(dq.transpose(1, 2)[..., :head_dim], rows, queries)
+        into.dk.add(dk.transpose(1, 2)[..., :head_dim], rows, keys)
+        into.dv.add(dv.transpose(1, 2)[..., :value_dim], rows, keys)
 
 
 def _parts(block: Block) -> Iterator[Block]:

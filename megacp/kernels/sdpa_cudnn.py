@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megacp.kernels import Gradients, Options, Request, cuts, not_offered, packed
+from megacp.kernels import Gradients, Options, Request, Sum, cuts, not_offered, packed
 from megacp.merge import Partial
 from megacp.plans import Block
 
@@ -119,10 +119,10 @@ def _taken(x: torch.Tensor, part: cuts.Part, which: str) -> torch.Tensor:
     return packed.widened(x.flip(1) if part.flipped else x)[0].transpose(1, 2)
 
 
-def _add(total: torch.Tensor, grad: torch.Tensor, part: cuts.Part, which: str) -> None:
+def _add(total: Sum, grad: torch.Tensor, part: cuts.Part, which: str) -> None:
     """Add a gradient [b, H, s, size], summed over the queries' heads that share one of the keys' and values'."""
     heads, size = total.shape[2:]
     if grad.shape[1] != heads:
         grad = grad.to(total.dtype).unflatten(1, (heads, -1)).sum(2)
     grad = grad.transpose(1, 2)[..., :size]
-    total[_rows(part), _range(part, which)] += grad.flip(1) if part.flipped else grad
+    total.add(grad.flip(1) if part.flipped else grad, _rows(part), _range(part, which))

@@ -46,12 +46,11 @@ def backward(
     """Gather keys and values again, and send every token's gradients to its owner."""
     dtype = accumulation_dtype(q.dtype)
     k_global, v_global = _gathered(k, call, "backward (keys)"), _gathered(v, call, "backward (values)")
-    into = kernels.Gradients(
-        *(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k_global, v_global))
-    )
+    into = kernels.Gradients(*(kernels.Sum(x, dtype) for x in (q, k_global, v_global)))
     for step in call.plan.steps(call.group.rank):
         call.kernel.backward(d_out, q, k_global, v_global, out, lse, step.blocks, call.at(step, q), into)
-    return into.dq, _returned(into.dk, call, "keys"), _returned(into.dv, call, "values")
+    dq, dk, dv = (total.tensor for total in into)
+    return dq, _returned(dk, call, "keys"), _returned(dv, call, "values")
 
 
 def steps(plan: Plan, rank: int) -> tuple[Step, ...]:

@@ -54,14 +54,12 @@ def backward(
     trade, dtype = _trade(q, k, call), accumulation_dtype(q.dtype)
     call = replace(call, first_head=trade.mine.queries.start)
     d_all, q_all, k_all, v_all, out_all, lse_all = trade.backward_inputs(d_out, q, k, v, out, lse)
-    into = kernels.Gradients(
-        *(torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_all, k_all, v_all))
-    )
+    into = kernels.Gradients(*(kernels.Sum(x, dtype) for x in (q_all, k_all, v_all)))
     for step in call.plan.steps(call.group.rank):
         call.kernel.backward(
             d_all, q_all, k_all, v_all, out_all, lse_all, step.blocks, call.at(step, q_all), into
         )
-    return trade.gradients(into.dq, into.dk, into.dv, q.dtype)
+    return trade.gradients(into.dq.tensor, into.dk.tensor, into.dv.tensor, q.dtype)
 
 
 def steps(plan: Plan, rank: int) -> tuple[Step, ...]:

@@ -63,20 +63,21 @@ def backward(
     """Fetch the others' keys again, return their gradients, and compute those of the own keys meanwhile."""
     dtype, kv = accumulation_dtype(q.dtype), (k, v)
     routes = _routes(call.plan, call.group.rank, q.device)
-    dq, own = torch.zeros(q.shape, dtype=dtype, device=q.device), _zeros_like(kv, dtype)
+    dq, own = kernels.Sum(q, dtype), [kernels.Sum(x, dtype) for x in kv]
     far = _joined(_fetch(kv, routes, call, "backward"), kv, routes)
-    far_grads = _zeros_like(far, dtype)
+    far_grads = [kernels.Sum(x, dtype) for x in far]
     first, *rest = call.plan.steps(call.group.rank)
     for step in rest:
         into = kernels.Gradients(dq, *far_grads)
         call.kernel.backward(d_out, q, *far, out, lse, step.blocks, call.at(step, q), into)
-    returning = _give_back(far_grads, routes, call)
+    returning = _give_back((far_grads[0].tensor, far_grads[1].tensor), routes, call)
     into = kernels.Gradients(dq, *own)
     call.kernel.backward(d_out, q, k, v, out, lse, first.blocks, call.at(first, q), into)
-    for slots, grads in zip(routes.sends, returning.parts(own), strict=True):
-        for mine, theirs in zip(own, grads, strict=True):
-            mine.index_add_(1, slots, theirs)
-    return dq, *own
+    dk, dv = own[0].tensor, own[1].tensor
+    for slots, (k_part, v_part) in zip(routes.sends, returning.parts(kv), strict=True):
+        dk.index_add_(1, slots, k_part)
+        dv.index_add_(1, slots, v_part)
+    return dq.tensor, dk, dv
 
 
 def steps(plan: Plan, rank: int) -> tuple[Step, ...]:
@@ -215,13 +216,6 @@ def _joined(incoming: _Incoming, like: _Pair, routes: _Routes) -> _Pair:
         k.index_copy_(1, places, k_part)
         v.index_copy_(1, places, v_part)
     return k, v
-
-
-def _zeros_like(kv: _Pair, dtype: torch.dtype) -> _Pair:
-    k, v = kv
-    return torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(
-        v.shape, dtype=dtype, device=v.device
-    )
 
 
 def _per_token(x: torch.Tensor) -> int:

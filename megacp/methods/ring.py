@@ -25,6 +25,7 @@ name = "ring"
 aliases: tuple[str, ...] = ("p2p",)
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
+_Sums = tuple[kernels.Sum, kernels.Sum]
 
 
 def forward(
@@ -53,21 +54,22 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pass keys and values round again, their gradients one step behind."""
     rank, dtype = call.group.rank, accumulation_dtype(q.dtype)
-    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     buffers = _Buffers(k.contiguous(), v.contiguous())
-    own = _zeros_like(buffers.here, dtype)
-    travelling, home = _Gradients(own), _Gradients()
+    dq, own = kernels.Sum(q, dtype), _sums(buffers.here, dtype)
+    here, travelling, home = own, _Gradients(), _Gradients()
     for step in call.plan.steps(rank):
         incoming = _pass_on(call, step, buffers, "backward")
-        into = _Arriving(dq, travelling, buffers.here)
+        into = kernels.Gradients(dq, *here)
         call.kernel.backward(d_out, q, *buffers.here, out, lse, step.blocks, call.at(step, q), into)
-        grads = into.dk, into.dv
         incoming.wait()
         buffers.turn()
-        travelling = _pass_gradients(call, step, grads, home)
+        travelling.wait()
+        travelling = _pass_gradients(call, step, here, home)
+        here = _sums(buffers.here, dtype, travelling)
     travelling.wait()
-    home.add_to(own)
-    return dq, *own
+    dk, dv = own[0].tensor, own[1].tensor
+    home.add_to(dk, dv)
+    return dq.tensor, dk, dv
 
 
 def steps(plan: Plan, rank: int) -> tuple[Step, ...]:
@@ -148,33 +150,17 @@ class _Gradients:
         self.posted: comm.Posted | None = None
 
     def wait(self) -> _Pair | None:
-        """Wait for what was posted, and give what was received."""
+        """Wait for what was posted, and give what was received; the pair is then the caller's."""
         if self.posted is not None:
             self.posted.wait()
         return self.pair
 
-    def add_to(self, grads: _Pair) -> None:
+    def add_to(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Wait for what was posted, and add what was received."""
-        self.wait()
-        if self.pair is not None:
-            grads[0].add_(self.pair[0])
-            grads[1].add_(self.pair[1])
-
-
-class _Arriving(kernels.Gradients):
-    """The sums of an owner's gradients so far, waited for when the kernel has something to add, and not before.
-
-    So they travel behind the computation, and need no second buffer beside them for what is added.
-    """
-
-    def __init__(self, dq: torch.Tensor, sums: _Gradients, like: _Pair) -> None:
-        self.dq, self._sums, self._like = dq, sums, like
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        if name not in ("dk", "dv"):
-            raise AttributeError(name)
-        self.dk, self.dv = self._sums.wait() or _zeros_like(self._like, self.dq.dtype)
-        return self.dk if name == "dk" else self.dv
+        pair = self.wait()
+        if pair is not None:
+            dk.add_(pair[0])
+            dv.add_(pair[1])
 
 
 def _pass_on(call: Call, step: Step, buffers: _Buffers, phase: str) -> comm.Posted:
@@ -189,7 +175,23 @@ def _pass_on(call: Call, step: Step, buffers: _Buffers, phase: str) -> comm.Post
     )
 
 
-def _pass_gradients(call: Call, step: Step, grads: _Pair, home: _Gradients) -> _Gradients:
+def _sums(kv: _Pair, dtype: torch.dtype, arriving: _Gradients | None = None) -> _Sums:
+    """Begin the sums of an owner's gradients with those that are arriving, waited for when there is something to add to them.
+
+    So they travel behind the computation, and need no second buffer beside them for what is added.
+    """
+
+    def begin(i: int) -> kernels.Sum:
+        def so_far() -> torch.Tensor | None:
+            pair = arriving.wait() if arriving is not None else None
+            return pair[i] if pair is not None else None
+
+        return kernels.Sum(kv[i], dtype, so_far)
+
+    return begin(0), begin(1)
+
+
+def _pass_gradients(call: Call, step: Step, sums: _Sums, home: _Gradients) -> _Gradients:
     """Start sending this owner's gradients on, and receiving the next owner's and, once, this rank's own into ``home``.
 
     Both ends of a message post it in the same step, so that backends which run exchanges in order cannot block each other.
@@ -197,22 +199,20 @@ def _pass_gradients(call: Call, step: Step, grads: _Pair, home: _Gradients) -> _
     group, coming = call.group, _Gradients()
     receives: list[tuple[torch.Tensor, int]] = []
     if step.grad_follows:
-        coming.pair = (torch.empty_like(grads[0]), torch.empty_like(grads[1]))
+        coming.pair = _empty_like(sums)
         receives += [(x, (group.rank - 1) % group.size) for x in coming.pair]
     if step.grad_home is not None:
-        home.pair = (torch.empty_like(grads[0]), torch.empty_like(grads[1]))
+        home.pair = _empty_like(sums)
         receives += [(x, step.grad_home) for x in home.pair]
     coming.posted = comm.post(
         group,
-        sends=[(x, step.grad_to) for x in grads] if step.grad_to is not None else [],
+        sends=[(x.tensor, step.grad_to) for x in sums] if step.grad_to is not None else [],
         receives=receives,
         what=f"step {step.index} of the ring's backward pass (gradients of keys and values)",
     )
     return coming
 
 
-def _zeros_like(kv: _Pair, dtype: torch.dtype) -> _Pair:
-    k, v = kv
-    return torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(
-        v.shape, dtype=dtype, device=v.device
-    )
+def _empty_like(sums: _Sums) -> _Pair:
+    k, v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in sums)
+    return k, v

@@ -27,6 +27,7 @@ from megacp.kernels import (
     Gradients,
     Options,
     Request,
+    Sum,
     cuts,
     flash_attn,
     flex,
@@ -200,16 +201,16 @@ def check(kernel: object, problem: Problem, heads=(4, 2), dims=(8, 8), options=N
     out, lse = state.finish()
     assert oracle.rel(out, true.out) <= tolerance and oracle.rel(lse, true.lse) <= tolerance
     # Backward, as if half of the softmax's weight lay on keys that another step has.
-    into = Gradients(*(torch.zeros(x.shape) for x in (q, k, v)))
+    into = Gradients(*(Sum(x, torch.float32) for x in (q, k, v)))
     lse, out = true.lse.float() + 0.7, true.out.float() * 0.5 + 0.1
     kernel.backward(d_out, q, k, v, out, lse, problem.blocks, options, into)
-    right = Gradients(*(torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v)))
+    right = Gradients(*(Sum(x, torch.float64) for x in (q, k, v)))
     doubles = [x.double() for x in (d_out, q, k, v, out, lse)]
     kernels.choose("reference", Request("cpu", q.dtype, *heads, *dims, options)).backward(
         *doubles, problem.blocks, options, right
     )
     for name in ("dq", "dk", "dv"):
-        assert oracle.rel(getattr(into, name), getattr(right, name)) <= tolerance, name
+        assert oracle.rel(getattr(into, name).tensor, getattr(right, name).tensor) <= tolerance, name
 
 
 @pytest.fixture(params=[2, 3, 4])
@@ -616,7 +617,7 @@ def test_the_operators_take_what_the_kernels_pass_as_far_as_shapes_can_tell() ->
         for part in kernel.forward(q, k, k, blocks, options):
             assert part.out.shape[2:] == (4, 12) and part.lse.shape[1] == 4
             assert part.out.shape[1] == part.lse.shape[2] == part.q_stop - part.q_start
-        into = Gradients(*(torch.zeros(x.shape, device="meta") for x in (q, k, k)))
+        into = Gradients(*(Sum(x, torch.float32) for x in (q, k, k)))
         lse = torch.empty(2, 4, 16, device="meta")
         kernel.backward(q, q, k, k, q, lse, blocks, options, into)
 
@@ -658,9 +659,9 @@ class _Wrong(_Toy):
 
     def backward(self, *args):
         into = args[-1]
-        before = into.dk.clone()
+        before = into.dk.tensor.clone()
         super().backward(*args)
-        into.dk += (into.dk - before) * 0.01
+        into.dk.add((into.dk.tensor - before) * 0.01)
 
     def refuses(self, request: Request) -> str | None:
         return None if request.dtype == torch.float64 else "only computes in float64"
