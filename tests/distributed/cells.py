@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 import megacp
-from megacp import Layout, Mask
+from megacp import Layout, Mask, methods
 from megacp.testing import ranks
 from tests import oracle
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-METHODS = ["ring", "all_gather"]  # every test over methods takes them from here
+METHODS = methods.names()  # every test over methods takes them from here
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 

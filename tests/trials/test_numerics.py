@@ -107,7 +107,7 @@ def test_d31_the_bfloat16_error_does_not_grow_with_the_number_of_ranks(method, k
     length = 1024
     cell = Cell(
         mask=("causal", length),
-        heads=(2, 2),
+        heads=(4, 4),
         dims=(64, 64),
         batch=1,
         dtype=torch.bfloat16,
@@ -139,7 +139,7 @@ def _natural_errors(got, true, x):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_d32_logits_of_ten_thousand_neither_overflow_nor_lose_digits(method):
-    base = Cell(mask=("causal", 32), method=method, heads=(2, 2), dims=(8, 8))
+    base = Cell(mask=("causal", 32), method=method, heads=(4, 4), dims=(8, 8))
     large = vary(base, spread=[60.0], layout=["contiguous", "zigzag"])
     results = ranks.run(run_cells, 4, large)
     for i, cell in enumerate(large):
@@ -156,7 +156,7 @@ def test_d32_logits_of_ten_thousand_neither_overflow_nor_lose_digits(method):
 
 def _very_negative(method):
     """All logits are about -1e4: q is a constant row, k its negative with a little noise."""
-    cell = Cell(mask=("causal", 32), heads=(2, 2), method=method, dtype=torch.float64)
+    cell = Cell(mask=("causal", 32), heads=(4, 4), method=method, dtype=torch.float64)
     layout, x, rank = our_layout(cell, dist.get_world_size()), _negative_inputs(cell), dist.get_rank()
     q, k, v = (layout.shard(x[name], rank).requires_grad_() for name in "qkv")
     out, lse = megacp.attention(
@@ -175,7 +175,7 @@ def _negative_inputs(cell):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_d32_logits_of_minus_ten_thousand_do_not_underflow(method):
-    cell = Cell(mask=("causal", 32), heads=(2, 2), method=method)
+    cell = Cell(mask=("causal", 32), heads=(4, 4), method=method)
     x = _negative_inputs(cell)
     true = oracle.attention(x["q"], x["k"], x["v"], oracle.causal(32), x["d_out"])
     assert float(true.lse.max()) < -9e3

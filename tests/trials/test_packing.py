@@ -64,7 +64,7 @@ def test_d01_one_long_document_with_a_ragged_end_is_exact_on_four_ranks(method):
             Cell(
                 mask=("documents", (698,)),
                 layout="per_document",
-                heads=(2, 1),
+                heads=(4, 1),
                 batch=1,
                 fill=1e3,
                 method=method,
