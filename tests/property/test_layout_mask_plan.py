@@ -15,10 +15,6 @@ from megacp.plans import ALL_OWNERS
 from tests import oracle
 
 BY_TOKENS = ("all_gather", "ring")  # their steps are those of owners; test_method_plans has all methods
-    "all_gather",
-    "exchange",
-    "ring",
-)  # each rank has its own queries; the others are in test_method_plans
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 settings.register_profile("megacp", deadline=None, derandomize=True)
