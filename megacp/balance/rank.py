@@ -152,15 +152,17 @@ class Rank:
     def _exchange(self) -> None:
         """Give back up to two documents and take up to two, so that few tokens are missing and their number suits the grain."""
         grain, parts = self.row.grain, self.parts
+        best: tuple[int, tuple[Part, ...], tuple[Part, ...]] = (self._rate(self.room, self.cap)[0], (), ())
+        if best[0] <= 2 * grain:
+            return  # good enough
         offers: dict[int, list[tuple[int, int, tuple[Part, ...]]]] = {0: [(0, 0, ())]}
         near = [part for part in parts[:_NEAR] if part is not self.head]
         for some in _some(near, _PAIRED):
             offers.setdefault(some[0] % grain, []).append(some)
         mine = [part for part in self.own if not self.row.offset(part)][-_PAIRED:]
-        best: tuple[int, tuple[Part, ...], tuple[Part, ...]] = (self._rate(self.room, self.cap)[0], (), ())
         for tokens, work, given in [(0, 0, ()), *_some(mine, _PAIRED)]:
             if best[0] <= 2 * grain:
-                break  # good enough
+                break
             room, cap = self.room + tokens, self.cap + work
             for tokens, work, taken in offers.get(room % grain, ()):
                 if 0 <= room - tokens < best[0]:
@@ -190,9 +192,8 @@ class Rank:
         for part in sources or self.parts[-1:]:
             stop = min(part.start + gap, part.stop)
             work = row.upto(part.document, stop) - row.upto(part.document, part.start)
-            rate = row.offset(part) + gap + self._misfit(cap - work)
-            if (row.offset(part) + gap) % row.grain:
-                rate += _UNSUITED
+            rate = row.offset(part) + gap
+            rate += self._misfit(cap - work) + (_UNSUITED if rate % row.grain else 0)
             if rate < best[0]:
                 best = rate, part
         return best

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megacp.balance.row import Part, Row
 
 __all__ = ["level"]
@@ -35,16 +37,17 @@ def _trade(row: Row, busy: list[Part], idle: list[Part], least: int, most: int) 
     light = [part for part in sorted(idle, key=_density) if part.tokens >= row.grain][:5]
     for mine, stop in _stops(row, sorted(busy, key=_density)[-5:]):
         for other in light:
+            gain_of = _gains(row, mine, stop, other)
             low, high = 0, min(stop - mine.start, other.tokens) // row.grain
             while low < high:  # the fewest grains that move enough
                 middle = (low + high) // 2
-                if _gain(row, mine, stop, other, middle * row.grain) >= least:
+                if gain_of(middle) >= least:
                     high = middle
                 else:
                     low = middle + 1
-            if _gain(row, mine, stop, other, low * row.grain) > most:
+            if gain_of(low) > most:
                 low -= 1
-            gain = _gain(row, mine, stop, other, low * row.grain)
+            gain = gain_of(low)
             if low > 0 and gain > 0:
                 cost = stop - row.starts[mine.document] + row.offset(other) + low * row.grain
                 key = gain < least, -gain if gain < least else cost
@@ -68,10 +71,12 @@ def _density(part: Part) -> float:
     return part.work / part.tokens
 
 
-def _gain(row: Row, mine: Part, stop: int, other: Part, tokens: int) -> int:
-    """Return the work that moves with so many tokens before ``stop``, less that of as many at the head of the other part."""
-    given = row.upto(mine.document, stop) - row.upto(mine.document, stop - tokens)
-    return given - row.upto(other.document, other.start + tokens) + row.upto(other.document, other.start)
+def _gains(row: Row, mine: Part, stop: int, other: Part) -> Callable[[int], int]:
+    """Tell, for numbers of grains, the work that moves with those before ``stop``, less that of as many at the other's head."""
+    before, upto, grain, document, start = row.before, row.upto, row.grain, other.document, other.start
+    last = row.first[mine.document] + (stop - row.starts[mine.document]) // grain  # ``stop`` lies on the grain
+    base = before[last] + upto(document, start)
+    return lambda grains: base - before[last - grains] - upto(document, start + grains * grain)
 
 
 def _move(row: Row, giver: list[Part], taker: list[Part], part: Part, start: int, stop: int) -> None:
