@@ -14,9 +14,10 @@ run inside or after the context. (To resize the buffer, as PyTorch does, is impo
 overwrites what a graph has saved of it.)
 
 Attention is intercepted at PyTorch's dispatcher, as a kernel of the operator while a context is open, not by replacing the function
-in its module. So every call is seen: through a name imported earlier, in ``nn.MultiheadAttention``, in TorchScript, in any thread, and
-when a checkpoint recomputes during backward (run that inside: afterwards attention is plain again). A ``TorchFunctionMode`` sees
-what the operator cannot: it keeps ``torch.compile`` and fused inference layers from computing attention some other way, and refuses
+in its module. So every call is seen: through a name imported earlier, in ``nn.MultiheadAttention``, in TorchScript, and in any thread.
+A reentrant checkpoint recomputes as its forward pass ran, wherever its backward pass runs; one that is not reentrant, and recomputes
+after the context, is refused by PyTorch, which sees that other tensors are saved. A ``TorchFunctionMode`` sees what the operator
+cannot: it keeps ``torch.compile`` and fused inference layers from computing attention some other way, and refuses
 FlexAttention and attention weights, which would know of this rank's keys only.
 
 Gradients: inside, ``buffer.grad`` is that of this rank's part. Afterwards it is, on every rank, the gradient of the whole buffer, of
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megacp import methods
@@ -85,6 +87,7 @@ def context_parallel(
     members = as_group(mesh)
     if method != methods.AUTO:
         methods.resolve(method)
+    _watch_checkpoints()
     found = _checked(buffers, buffer_seq_dims, no_restore_buffers, layout, members)
     entered: list[_Buffer] = []
     try:
@@ -305,9 +308,39 @@ def _opened(door: _Door) -> Iterator[None]:
                 library.impl("scaled_dot_product_attention", _attend, key)
         yield
     finally:
-        _doors.remove(door)
+        del _doors[max(i for i, other in enumerate(_doors) if other is door)]
         if library is not None:
             library._destroy()
+
+
+def _watch_checkpoints() -> None:
+    """Let reentrant checkpoints remember the context of their forward pass, and recompute in it.
+
+    Stays for good, as a graph may outlive its context.
+    """
+    function: Any = CheckpointFunction
+    forward, backward = function.forward, function.backward
+    if hasattr(forward, "is_megacp"):
+        return
+
+    def forward_in(ctx: Any, *args: Any) -> Any:
+        ctx._megacp_door = _doors[-1] if _doors else None
+        return forward(ctx, *args)
+
+    def backward_in(ctx: Any, *grads: Any) -> Any:
+        door = ctx._megacp_door
+        if door is (_doors[-1] if _doors else None):
+            return backward(ctx, *grads)
+        if door is None:
+            raise UnsupportedError(
+                "megacp: a checkpoint whose forward pass ran outside context_parallel would be computed again inside it, with "
+                "attention over all ranks. Run its backward pass outside."
+            )
+        with _opened(door):
+            return backward(ctx, *grads)
+
+    forward_in.is_megacp = True  # type: ignore[attr-defined]
+    function.forward, function.backward = staticmethod(forward_in), staticmethod(backward_in)
 
 
 class _Watch(TorchFunctionMode):

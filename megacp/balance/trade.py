@@ -74,7 +74,9 @@ def _density(part: Part) -> float:
 def _gains(row: Row, mine: Part, stop: int, other: Part) -> Callable[[int], int]:
     """Tell, for numbers of grains, the work that moves with those before ``stop``, less that of as many at the other's head."""
     before, upto, grain, document, start = row.before, row.upto, row.grain, other.document, other.start
-    last = row.first[mine.document] + (stop - row.starts[mine.document]) // grain  # ``stop`` lies on the grain
+    last = (
+        row.first[mine.document] + (stop - row.starts[mine.document]) // grain
+    )  # ``stop`` lies on the grain
     base = before[last] + upto(document, start)
     return lambda grains: base - before[last - grains] - upto(document, start + grains * grain)
 

@@ -129,7 +129,7 @@ def _backward(when):
     with context_parallel(mesh, buffers=[*qkv, w], buffer_seq_dims=[2] * 4):
         for x in qkv if not qkv[0].requires_grad else []:
             x.requires_grad = True
-        if when == "checkpoint":
+        if "checkpoint" in when:
             out = checkpoint(lambda *x: imported_by_name(*x, is_causal=True), *qkv, use_reentrant=True)
         else:
             out = F.scaled_dot_product_attention(*qkv, is_causal=True)
@@ -144,7 +144,7 @@ def _backward(when):
         if when.startswith("leaves"):
             for x in qkv:
                 x.requires_grad = False
-    if when == "after":
+    if when.startswith("after") and "grad" not in when:
         loss.backward()
     (out,) = context_parallel_unshard(mesh, [out], [2])
     if when == "after, by autograd.grad":
@@ -160,11 +160,30 @@ def _backward(when):
         "after",
         "after, by autograd.grad",
         "checkpoint",
+        "after, of a checkpoint",
         "leaves made inside, as PyTorch wants it",
     ],
 )
 def test_backward_may_run_inside_or_after_the_context(when):
     _check(ranks.run(_backward, 2, when))
+
+
+def _begun_outside():
+    """A checkpoint of plain attention, whose backward pass runs inside a context."""
+    x = torch.randn(1, 2, 8, 4, dtype=torch.float64, requires_grad=True)
+    with context_parallel(_mesh()):
+        pass
+    out = checkpoint(lambda y: F.scaled_dot_product_attention(y, y, y), x, use_reentrant=True)
+    with context_parallel(_mesh()), pytest.raises(UnsupportedError, match="ran outside context_parallel"):
+        out.sum().backward()
+    out = checkpoint(lambda y: F.scaled_dot_product_attention(y, y, y), x, use_reentrant=True)
+    out.sum().backward()
+    (right,) = torch.autograd.grad(F.scaled_dot_product_attention(x, x, x).sum(), x)
+    return torch.equal(x.grad, right)
+
+
+def test_a_checkpoint_from_outside_is_not_computed_again_inside():
+    assert ranks.run(_begun_outside, 2) == [True, True]
 
 
 def _local_gradients():
