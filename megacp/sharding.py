@@ -67,14 +67,26 @@ def shard(
 
 
 def gather(
-    x: torch.Tensor, layout: Layout, group: Any = None, dim: int = 1, grad_factor: float = 1.0
+    x: torch.Tensor,
+    layout: Layout,
+    group: Any = None,
+    dim: int = 1,
+    grad_factor: float = 1.0,
+    sum_gradients: bool = False,
 ) -> torch.Tensor:
     """Bring every rank's part of a per-token tensor into global order, on every rank; padding is gone.
 
     Shapes: S slots on ``dim`` -> G tokens on ``dim``.
-    Backward, each rank keeps the gradient of its own tokens, times ``grad_factor``: right where every rank computes the same from
-    the result, as a loss does (then the sum over ranks counts each token once; use the group's size as the factor where gradients
-    are averaged over the group afterwards). Where each rank uses the result differently, its gradients must be summed first.
+    Args:
+        grad_factor: what gradients are multiplied by: the group's size where they are averaged over the group afterwards.
+        sum_gradients: what the backward pass does with the gradient [.., G, ..] that each rank has of the result. Which is right
+            depends on what is done with the result; with the other one gradients are off by up to the group's size a gather.
+
+            - False: each rank keeps its own tokens' gradient as it is; nothing is sent. For work that every rank repeats up to the
+              end, as a loss over the whole sequence is: all ranks hold the same gradient already.
+            - True: gradients are summed over ranks before each keeps its own tokens'. For ranks that go on differently: each
+              takes its own slice of what it computed (``layout.shard``), or has its own part of the loss. The weights between
+              then have a part of their gradient on each rank, to be summed by the caller.
 
     Raises: ShapeError or ConfigError if the tensor or the group does not fit the layout.
     """
@@ -85,23 +97,41 @@ def gather(
             f"megacp: cannot gather a tensor of shape {tuple(x.shape)} on dim {dim}: layout '{layout.name}' gives each rank "
             f"{layout.local_len} slots. Pass this rank's part, and the dim that holds its tokens."
         )
-    full: torch.Tensor = _Gather.apply(x, layout, members, dim % x.dim(), grad_factor)  # type: ignore[no-untyped-call]
+    full: torch.Tensor = _Gather.apply(x, layout, members, dim % x.dim(), grad_factor, sum_gradients)  # type: ignore[no-untyped-call]
     return full
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather and un-shard; backward takes the rank's own tokens."""
+    """All-gather and un-shard; backward takes the rank's own tokens, of its own gradient or of the sum over ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, layout: Layout, group: Group, dim: int, grad_factor: float
+        ctx: Any,
+        x: torch.Tensor,
+        layout: Layout,
+        group: Group,
+        dim: int,
+        grad_factor: float,
+        sum_gradients: bool,
     ) -> torch.Tensor:
-        ctx.layout, ctx.rank, ctx.dim, ctx.grad_factor = layout, group.rank, dim, grad_factor
+        ctx.layout, ctx.group, ctx.dim, ctx.grad_factor, ctx.sums = (
+            layout,
+            group,
+            dim,
+            grad_factor,
+            sum_gradients,
+        )
         return layout.unshard(list(comm.all_gather(group, x, "the gathering of a result")), dim)
 
     @staticmethod
-    def backward(ctx: Any, d_full: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return ctx.layout.shard(d_full, ctx.rank, ctx.dim) * ctx.grad_factor, None, None, None, None
+    def backward(ctx: Any, d_full: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        layout, group = ctx.layout, ctx.group
+        if ctx.sums:
+            parts = torch.stack([layout.shard(d_full, rank, ctx.dim) for rank in range(group.size)])
+            d_x = comm.reduce_scatter(group, parts, "the sum of a gathered result's gradients")
+        else:
+            d_x = layout.shard(d_full, group.rank, ctx.dim)
+        return d_x * ctx.grad_factor, None, None, None, None, None
 
 
 def _check(group: Group, layout: Layout) -> None:

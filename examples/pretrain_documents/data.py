@@ -6,22 +6,27 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+import sentencepiece
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.tokenizers import MegatronTokenizer
 
 Batch = dict[str, torch.Tensor]
 
 
-def build_tokenizer(args: argparse.Namespace) -> Any:
-    """Load the sentencepiece model through Megatron's own class; its ``eod`` ends documents."""
-    return MegatronTokenizer.from_pretrained(args.tokenizer_model, metadata_path={"library": "sentencepiece"})
+class Tokenizer:
+    """What Megatron's datasets ask of a tokenizer: how many tokens it has, and which one ends a document."""
+
+    def __init__(self, path: str) -> None:
+        model = sentencepiece.SentencePieceProcessor(model_file=path)
+        self.vocab_size = model.get_piece_size()
+        self.eod = model.eos_id()
+        self.unique_identifiers = {"sentencepiece": path}  # goes into the name of the cached index
 
 
-def build_datasets(args: argparse.Namespace, tokenizer: Any) -> tuple[GPTDataset, GPTDataset | None]:
+def build_datasets(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[GPTDataset, GPTDataset | None]:
     """Build the training and validation samples on every rank; rank 0 writes the index, the others read it."""
     config = GPTDatasetConfig(
         random_seed=args.seed,

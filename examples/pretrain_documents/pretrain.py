@@ -24,7 +24,7 @@ import checkpoint
 import torch
 import torch.distributed as dist
 from arguments import parse_args
-from data import Batch, batches, build_datasets, build_tokenizer, get_batch
+from data import Batch, Tokenizer, batches, build_datasets, get_batch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -39,6 +39,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from progress import Reporter, peak_memory
+from versions import known
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -105,17 +106,23 @@ def build_model(args: argparse.Namespace, config: TransformerConfig, vocab_size:
     )
     model = []
     for i in range(args.virtual_pipeline_model_parallel_size or 1):
-        stage = None if args.virtual_pipeline_model_parallel_size is None else i
+        stage = None
+        if args.virtual_pipeline_model_parallel_size is not None:
+            stage = i
+            parallel_state.set_virtual_pipeline_model_parallel_rank(
+                i
+            )  # asked up to 0.12, told as vp_stage later
+        is_first, is_last = parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(),
             vocab_size=-(-vocab_size // multiple) * multiple,
             max_sequence_length=args.seq_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            pre_process=is_first(ignore_virtual=False, **known(is_first, vp_stage=stage)),
+            post_process=is_last(ignore_virtual=False, **known(is_last, vp_stage=stage)),
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             position_embedding_type=args.position_embedding_type,
-            vp_stage=stage,
+            **known(GPTModel, vp_stage=stage),
         ).cuda(torch.cuda.current_device())
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -179,7 +186,7 @@ def forward_step(args: argparse.Namespace, iterator: Iterator[Batch], chunk: Any
         batch["position_ids"],
         attention_mask=None,
         labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
+        **known(inner.forward, loss_mask=batch["loss_mask"]),
     )
     return output, partial(loss_func, batch["loss_mask"])
 
@@ -261,7 +268,7 @@ def evaluate(args: argparse.Namespace, model: list[Any], dataset: Any) -> float:
 
 def train(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Build everything, take the steps and give their records."""
-    tokenizer = build_tokenizer(args)
+    tokenizer = Tokenizer(args.tokenizer_model)
     config = build_config(args)
     model = build_model(args, config, tokenizer.vocab_size)
     optimizer, scheduler = build_optimizer(args, model)

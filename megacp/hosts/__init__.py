@@ -35,10 +35,7 @@ def install(config: Config | None = None) -> None:
     _session = Session(config or Config(), _table, _check)
     set_deadline(_session.config.timeout_s)
     _forget_rotary_tables()
-    _seams = Seams(
-        [*megatron.rows(_current), *entry_point_rows()],
-        roots={"megatron", "pretrain_gpt", "gpt_builders"},
-    )
+    _seams = Seams([*megatron.rows(_current), *entry_point_rows()])
     _seams.install()
 
 

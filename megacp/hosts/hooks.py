@@ -211,16 +211,17 @@ def hook_of(value: Any) -> Hook | None:
     return hook if isinstance(hook, Hook) and hook.wrapper is value else None
 
 
-def rebind(old: Function, new: Function | None, allowed: Callable[[str], bool]) -> list[str]:
+def rebind(old: Function, new: Function) -> list[str]:
     """Put a function in place of every module-level copy of another one; give ``module.name`` of each.
 
-    A wrapper that a former table has left behind, switched off, counts as a copy of what it wraps.
-    new: None only lists them. allowed: tells by root package which modules may be changed.
+    In every module, as a script of anybody's may have imported the function by value before megacp was installed; one that is
+    missed would train on, not hooked. A wrapper that a former table has left behind, switched off, counts as a copy of what
+    it wraps.
     """
     found = []
     seen: set[int] = set()
     for name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or not allowed(name.partition(".")[0]) or id(module) in seen:
+        if not isinstance(module, ModuleType) or id(module) in seen:
             continue
         seen.add(id(module))
         names = object.__getattribute__(module, "__dict__")  # a lazy module must not be woken up
@@ -228,8 +229,7 @@ def rebind(old: Function, new: Function | None, allowed: Callable[[str], bool]) 
             hook = hook_of(value)
             if value is old or (hook is not None and not hook.on and hook.place.function is old):
                 found.append(f"{name}.{key}")
-                if new is not None:
-                    names[key] = new
+                names[key] = new
     return found
 
 

@@ -110,14 +110,11 @@ class Seams:
     """The table with its state; nothing happens before `install`.
 
     rows: the seams, in the order in which they are applied where all modules are there already.
-    roots: root packages in whose modules by-value copies are rebound, besides the target's own root package
-        and ``__main__``.
     Raises: SeamError if two rows have one name.
     """
 
-    def __init__(self, rows: Iterable[Seam], roots: Iterable[str] = ()) -> None:
+    def __init__(self, rows: Iterable[Seam]) -> None:
         self.rows = tuple(rows)
-        self.roots = frozenset({"__main__", *roots})
         names = [row.name for row in self.rows]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -167,7 +164,7 @@ class Seams:
             ):  # several may share a place: last in, first out
                 if not hook.withdraw() and hook not in self._outlived:
                     left.append(hook)
-                rebind(hook.wrapper, hook.place.function, self._may_rebind(hook.target))
+                rebind(hook.wrapper, hook.place.function)
                 hook.rebound.clear()
             self._hooks = left[::-1]
             self._outlived.clear()
@@ -297,12 +294,12 @@ class Seams:
                 with self._lock:
                     self._findings[row.name, target] = place
             elif not any(reaches(place.raw, hook) for hook in hooks):
-                self._hook(row, target, place, late)
+                self._hook(row, target, place)
         finally:
             with self._lock:
                 self._busy.discard(row.name)
 
-    def _hook(self, row: Seam, target: str, place: Place, late: bool) -> None:
+    def _hook(self, row: Seam, target: str, place: Place) -> None:
         above = [hook_of(layer) for layer in layers(place.function)]
         if any(hook is not None and hook.on and hook.name == row.name for hook in above):
             finding = Finding(target, "another table of megacp has hooked it", exists=True)
@@ -328,21 +325,7 @@ class Seams:
             self._hooks = [old for old in self._hooks if old not in self._outlived]
             self._hooks.append(hook)
             if isinstance(place.owner, ModuleType):  # methods live on the class, where everybody finds them
-                self._rebind_copies(hook, late)
-
-    def _rebind_copies(self, hook: Hook, late: bool) -> None:
-        original = hook.place.function
-        hook.rebound += rebind(original, hook.wrapper, self._may_rebind(hook.target))
-        copies = rebind(original, None, lambda root: True) if late else []
-        if copies:
-            hook.notes.append(
-                f"{hook.target} was copied before megacp was installed, and is not hooked as "
-                + ", ".join(copies)
-            )
-
-    def _may_rebind(self, target: str) -> Callable[[str], bool]:
-        roots = self.roots | {_module(target).partition(".")[0]}
-        return roots.__contains__
+                hook.rebound += rebind(place.function, hook.wrapper)
 
 
 def _module(target: str) -> str:

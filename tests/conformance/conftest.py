@@ -1,16 +1,40 @@
-"""What the runs of whole checkouts found, as one table at the end of the session."""
+"""The documents that are trained on; and what the runs of whole checkouts found, as one table at the end of the session."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 FOUND = pytest.StashKey[dict[str, dict[str, str]]]()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the prefix of a small indexed dataset; its tokenizer is PREFIX.model."""
+    prefix = tmp_path_factory.mktemp("corpus") / "corpus"
+    flags = [
+        "--stdlib",
+        "--max-bytes",
+        "200000",
+        "--train-tokenizer",
+        "--vocab-size",
+        "512",
+        "--workers",
+        "1",
+    ]
+    command = [sys.executable, str(ROOT / "tools" / "preprocess_documents.py"), *flags]
+    command += ["--output-prefix", str(prefix)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return prefix
 
 
 @pytest.fixture

@@ -6,15 +6,13 @@ those are held to rel 1e-5 in float32. The runs without context parallelism and 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megacp.testing import ranks
-from tests.conformance.loop import EXAMPLE, Run, differences, read_run, train_here
+from tests.conformance.loop import Run, differences, read_run, train_here
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'megacp[megatron]'")
 
@@ -51,24 +49,9 @@ class Trainings:
 
 
 @pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
-    folder = tmp_path_factory.mktemp("loop")
-    tool = EXAMPLE.parents[1] / "tools" / "preprocess_documents.py"
-    flags = [
-        "--stdlib",
-        "--max-bytes",
-        "200000",
-        "--train-tokenizer",
-        "--vocab-size",
-        "512",
-        "--workers",
-        "1",
-    ]
-    command = [sys.executable, str(tool), *flags, "--output-prefix", str(folder / "corpus")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+def trainings(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     ranks.shutdown()
-    yield Trainings(folder / "corpus", folder / "runs")
+    yield Trainings(corpus, tmp_path_factory.mktemp("runs"))
     ranks.shutdown()  # these workers run under the CPU runtime; other tests start afresh
 
 

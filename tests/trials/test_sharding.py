@@ -49,6 +49,41 @@ def test_d13_a_gather_before_the_same_work_on_all_ranks_does_not_inflate_gradien
         assert max(oracle.rel(a, b) for a, b in zip(got_w, dw, strict=True)) <= 1e-10
 
 
+def _sliced_layers(whole_loss, sums=True):
+    """The three layers again, with a gather before each and the rank's own slice kept after each."""
+    rank, layout = dist.get_rank(), Layout.zigzag(12, dist.get_world_size())
+    x, weights, d_out = _layer_data()
+    x, leaves = x.requires_grad_(), [w.requires_grad_() for w in weights]
+    local = layout.shard(x, rank)
+    for w in leaves:
+        full = megacp.gather(local, layout, sum_gradients=sums)
+        local = layout.shard(torch.tanh(w * (full + full.mean(1, keepdim=True))), rank)
+    if whole_loss:  # the same loss on all ranks: the last gather has their gradients whole already
+        (megacp.gather(local, layout) * d_out).sum().backward()
+    else:
+        (local * layout.shard(d_out, rank)).sum().backward()
+    for grad in (x.grad, *(w.grad for w in leaves)):  # a part of each weight's gradient on each rank
+        dist.all_reduce(grad)
+    return x.grad, [w.grad for w in leaves]
+
+
+@pytest.mark.parametrize("whole_loss", [False, True], ids=["loss of the own slice", "loss of all on all"])
+def test_d13_a_gather_before_each_of_three_layers_sums_the_gradients_of_ranks_that_go_on_differently(
+    whole_loss,
+):
+    x, weights, d_out = _layer_data()
+    leaves = [x.requires_grad_(), *(w.requires_grad_() for w in weights)]
+    full = x
+    for w in weights:
+        full = torch.tanh(w * (full + full.mean(1, keepdim=True)))
+    dx, *dw = torch.autograd.grad((full * d_out).sum(), leaves)
+    for got_x, got_w in ranks.run(_sliced_layers, 2, whole_loss):
+        assert oracle.rel(got_x, dx) <= 1e-10
+        assert max(oracle.rel(a, b) for a, b in zip(got_w, dw, strict=True)) <= 1e-10
+    wrong_x, _ = ranks.run(_sliced_layers, 2, whole_loss, sums=False)[0]
+    assert oracle.rel(wrong_x, dx) > 1e-2  # the other variant is another gradient
+
+
 # -- D37: the balanced split without causal masking (pytorch#141429, #152261) --------------------------------------------
 
 

@@ -119,7 +119,9 @@ def attention_forward(original: Function, session: Callable[[], Session]) -> Fun
             sinks=_sinks(self),
         )
         assert isinstance(out, torch.Tensor)
-        return out.flatten(2)  # [S, B, H, E] -> [S, B, H·E]
+        return out.flatten(
+            2
+        ).contiguous()  # [S, B, H, E] -> [S, B, H·E], in rows as the host makes it (0.10 views it)
 
     return forward
 
