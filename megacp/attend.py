@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, wraps
@@ -56,10 +57,22 @@ def plan(layout: Layout, mask: Mask, method: str = "ring", hierarchy: tuple[int,
 
     Args:
         hierarchy: for method 'hierarchical', the (inner, outer) sizes; near the square root of cp_size if None.
+    Warns of a layout with more than half as many padding slots as tokens, which are computed and sent like them.
     Raises: ConfigError for an unknown method, a hierarchy that does not fit, or a layout and a mask of different lengths.
     """
+    _warn_of_padding(layout)
     schedule = methods.resolve(method)
     return Plan(layout, mask, schedule, methods.levels(schedule, layout.cp_size, hierarchy))
+
+
+def _warn_of_padding(layout: Layout) -> None:
+    if layout.padding > layout.seq_len / 2:
+        slots = layout.seq_len + layout.padding
+        warnings.warn(
+            f"megacp: layout '{layout.name}' over {layout.cp_size} ranks has {slots:,} slots for {layout.seq_len:,} tokens, "
+            f"{slots / layout.seq_len:.2f} times as many. Documents are short for so many ranks; layout 'balanced' keeps them whole.",
+            stacklevel=3,
+        )
 
 
 @_uncompiled

@@ -249,7 +249,11 @@ class Plan:
         return _needs(self.layout, self.mask)
 
     def __repr__(self) -> str:
-        return f"Plan({self.method}, {self.layout.name} over {self.layout.cp_size}, {self.mask.kind}, {self.mask.seq_len} tokens)"
+        padding = f" in {self.layout.seq_len + self.layout.padding} slots" if self.layout.padding else ""
+        return (
+            f"Plan({self.method}, {self.layout.name} over {self.layout.cp_size}, {self.mask.kind}, "
+            f"{self.mask.seq_len} tokens{padding})"
+        )
 
 
 @lru_cache(maxsize=1024)

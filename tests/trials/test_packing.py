@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -239,3 +240,17 @@ def test_d73_the_layout_tells_how_much_it_pads():
     alone, whole = Layout.per_document(cu_seqlens, 8), Layout.zigzag(1700, 8)
     assert (alone.seq_len, alone.local_len * 8, alone.padding) == (1700, 3200, 1500)
     assert (whole.seq_len, whole.local_len * 8, whole.padding) == (1700, 1712, 12)
+
+
+def test_d73_the_plan_tells_it_too_and_warns_above_half_as_much_again():
+    cu_seqlens = oracle.offsets([17] * 100)
+    mask = Mask.documents(cu_seqlens)
+    with pytest.warns(
+        UserWarning, match=r"'per_document'.* 3,200 slots for 1,700 tokens, 1.88 times .*'balanced'"
+    ):
+        plan = megacp.plan(Layout.per_document(cu_seqlens, 8), mask)
+    assert "1700 tokens in 3200 slots" in repr(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for layout in (Layout.zigzag(1700, 8), Layout.balanced(mask, 8)):
+            assert megacp.plan(layout, mask, "exchange").layout.padding <= 12
