@@ -67,6 +67,11 @@ def check_model_config(config: Any, cp: int, has_documents: bool) -> None:
             raise UnsupportedError(
                 f"megacp: {setting} is {value!r}, which {what} does not offer: {why}. {instead}"
             )
+    if getattr(config, "multi_latent_attention", False) and getattr(config, "apply_rope_fusion", False):
+        raise UnsupportedError(
+            f"megacp: apply_rope_fusion with multi_latent_attention is not offered with --context-parallel-size {cp}: the host's "
+            "fused kernel takes positions from the rank's number, whatever the layout is. Set --no-rope-fusion."
+        )
     names = comm_types(config)
     layers = getattr(config, "num_layers", len(names))
     if len(names) not in (1, layers):
@@ -121,12 +126,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "Leave --mtp-num-layers away.",
     ),
     (
-        "multi_latent_attention",
-        _given,
-        "it has not been shown to be exact",
-        "Use multi-head or grouped-query attention.",
-    ),
-    (
         "experimental_attention_variant",
         _given,
         "only softmax attention is split over ranks",
@@ -168,7 +167,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 _WITH_DOCUMENTS = {
     "attention_dropout",
     "mtp_num_layers",
-    "multi_latent_attention",
     "experimental_attention_variant",
     "is_hybrid_model",
     "cuda_graph_impl",

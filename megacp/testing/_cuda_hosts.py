@@ -172,6 +172,13 @@ def _fp8(changes: Changes, module: ModuleType) -> str:
     return "where no parameter has 8 bits, Transformer Engine is not asked for"
 
 
+def _latent_attention(changes: Changes, module: ModuleType) -> str:
+    """Say that Transformer Engine is not there: the module takes it for present when its own wrappers, all None, are."""
+    if getattr(module, "HAVE_TE", False) and not isinstance(getattr(module, "TELinear", None), type):
+        changes.attribute(module, "HAVE_TE", False)
+    return "latent attention looks for no Transformer Engine"
+
+
 def _recompute(changes: Changes, module: ModuleType) -> str:
     """Recompute without asking Transformer Engine about FP8, which Megatron does also without it."""
     recompute = getattr(module, "CheckpointWithoutOutput", None)
@@ -291,6 +298,7 @@ _PATCHES: dict[str, Callable[[Changes, ModuleType], str]] = {
     "megatron.core.optimizer.distrib_optimizer": _torch_adam,
     "megatron.core.tensor_parallel.random": _recompute,
     "megatron.core.transformer.moe.moe_utils": _router,
+    "megatron.core.transformer.multi_latent_attention": _latent_attention,
     "megatron.core.transformer.torch_layer_norm": _torch_layer_norm,
     "megatron.core.transformer.torch_norm": _torch_norm,
     "megatron.fused_kernels": _fused_kernels,

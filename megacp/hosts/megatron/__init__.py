@@ -125,6 +125,13 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             absent_means="rotary positions",
         ),
         seam(
+            "multimodal rotary positions",
+            f"{rotary}.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
+            layer.multimodal_rotary,
+            ("position_ids",),
+            absent_means="mrope",
+        ),
+        seam(
             "core attention setup",
             f"{local}.__init__",
             layer.attention_init,

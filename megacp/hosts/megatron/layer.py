@@ -45,6 +45,20 @@ def rotary(original: Function, session: Callable[[], Session]) -> Function:
     return forward
 
 
+def multimodal_rotary(original: Function, session: Callable[[], Session]) -> Function:
+    """Take the position ids [3, B, S] as they are: the model's entry has sliced them, so the table is that of the rank's tokens."""
+    signature = inspect.signature(original)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        group = cp_group(self, given.arguments.pop("cp_group", None))
+        if group.size == 1:
+            return original(self, *args, **kwargs)
+        return _whole_table(self, session(), original, given)
+
+    return forward
+
+
 def _whole_table(module: Any, run: Session, original: Function, given: inspect.BoundArguments) -> Any:
     """Ask a host that cannot be asked for the table of the whole sequence, as if one rank held it."""
     group = getattr(module, "cp_group", None)
@@ -63,6 +77,9 @@ def attention_init(original: Function, session: Callable[[], Session]) -> Functi
     signature = inspect.signature(original)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if session().is_in_force(getattr(kwargs.get("config"), "context_parallel_size", 1)):
+            # head sizes that the host's own attention does not take (0.16); ours has them from the tensors
+            kwargs = {k: v for k, v in kwargs.items() if k in signature.parameters or k not in _HEAD_SIZES}
         given = signature.bind(self, *args, **kwargs)
         config = given.arguments["config"]
         alone = copy.copy(config)
@@ -80,6 +97,9 @@ def attention_init(original: Function, session: Callable[[], Session]) -> Functi
         self.megacp_hierarchy = tuple(sizes) if sizes and _has_levels(self.megacp_method) else None
 
     return init
+
+
+_HEAD_SIZES = ("k_channels", "v_channels")
 
 
 def attention_forward(original: Function, session: Callable[[], Session]) -> Function:

@@ -43,10 +43,6 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
             config.cp_comm_type = list(asked) if len(asked) > 1 else asked[0]
         if session().is_in_force(cp):
             limits.check_model_config(config, cp, session().has_documents)
-            if values.get("position_embedding_type") == "mrope":
-                raise UnsupportedError(
-                    f"megacp: position_embedding_type 'mrope' is not offered with --context-parallel-size {cp}. Use rope."
-                )
             session().methods = limits.comm_types(config)
         given = getattr(config, "cp_comm_type", None)
         if isinstance(
@@ -186,7 +182,9 @@ _causal = functools.lru_cache(maxsize=16)(Mask.causal)
 def _shape(model: Any, batch: dict[str, Any], group: Group) -> tuple[int, int]:
     """Return (rows, whole sequence length) of the micro-batch."""
     shapes = {
-        name: tuple(batch[name].shape) for name in _PER_TOKEN if isinstance(batch.get(name), torch.Tensor)
+        name: tuple(batch[name].shape[-2:])  # position ids may be [3, B, G]
+        for name in _PER_TOKEN
+        if isinstance(batch.get(name), torch.Tensor)
     }
     if len(set(shapes.values())) > 1:
         raise ShapeError(
