@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megacp import attend, methods
 from megacp.errors import SeamError, UnsupportedError
+from megacp.groups import Group
 from megacp.hosts import limits
 from megacp.hosts.hooks import Function
 from megacp.hosts.megatron.loss import one_rank
@@ -131,7 +134,7 @@ def attention_forward(original: Function, session: Callable[[], Session]) -> Fun
             mask=_layer_mask(split.mask, self.megacp_window),
             layout=split.layout,
             group=split.group,
-            method=self.megacp_method,
+            method=_regrouped(self, split.group) or self.megacp_method,
             hierarchy=self.megacp_hierarchy,
             kernel=session().config.kernel,
             format="sbhd",
@@ -144,6 +147,24 @@ def attention_forward(original: Function, session: Callable[[], Session]) -> Fun
         ).contiguous()  # [S, B, H, E] -> [S, B, H·E], in rows as the host makes it (0.10 views it)
 
     return forward
+
+
+def _regrouped(module: Any, group: Group) -> str | None:
+    """Return the method that Transformer Engine's set_context_parallel_group asked for after the layer was built, if it was called.
+
+    Raises: UnsupportedError if it named other ranks than those that the model's input is split over.
+    """
+    asked = getattr(module, "cp_group", None) if hasattr(module, "set_context_parallel_group") else None
+    if asked is None:
+        return None
+    ranks = [dist.get_process_group_ranks(one) for one in (asked if isinstance(asked, list) else [asked])]
+    size = math.prod(map(len, ranks))
+    if size != group.size or not set().union(*ranks) <= set(group.global_ranks):
+        raise UnsupportedError(
+            f"megacp: set_context_parallel_group gave a layer the ranks {ranks}, but the model's input is split over ranks "
+            f"{list(group.global_ranks)}. Set the group that Megatron's parallel_state has, or set none."
+        )
+    return str(module.cp_comm_type)
 
 
 @functools.lru_cache(maxsize=1024)
