@@ -42,6 +42,7 @@ FULL_RECOMPUTE = (
     "--recompute-num-layers",
     "1",
 )
+OWN_SPEC = ("--spec", "own_spec", "layer")
 LEARNED = ("--position-embedding-type", "learned_absolute")
 
 PACKED, ANSWERS = "packed.py", "answer_only.py"
@@ -56,6 +57,8 @@ CONFIGURATIONS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...], int, str]
     "cp2, answers only, per-token loss": (("--calculate-per-token-loss",), 1, CP2, 2, ANSWERS),
     "cp4, answers only, per-token loss": (("--calculate-per-token-loss",), 1, CP4, 4, ANSWERS),
     "cp2, documents": (DOCUMENTS, 1, CP2, 2, PACKED),
+    "cp2, layer spec of one's own": (OWN_SPEC, 1, CP2, 2, ""),
+    "cp2, --use-mcore-models": (("--use-mcore-models",), 1, CP2, 2, ""),
     "cp2, learned positions": (LEARNED, 1, CP2, 2, ""),
     "cp2, full recompute": ((), 1, (*CP2, *FULL_RECOMPUTE), 2, ""),
     "tp2 cp2": (TP2, 2, CP2, 4, ""),
@@ -67,7 +70,8 @@ CONFIGURATIONS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...], int, str]
 NOT_EVERY_HOST = (
     "tp2 cp2, sequence parallel",
     "dp2 cp2, distributed optimizer",
-)  # old ones need Apex for these
+    "cp2, --use-mcore-models",
+)  # old ones need Apex for these; new ones have no such flag
 
 
 # What a checkpoint holds besides tensors are objects of the host's own classes, so the host's modules must load it.
@@ -83,7 +87,7 @@ print(json.dumps({name: list(getattr(value, "shape", [])) for name, value in mod
 
 def environment(tree: Path) -> dict[str, str]:
     """Put the checkout first, as it is where a user starts it."""
-    paths = [str(tree), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(tree), str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "OMP_NUM_THREADS": "1"}
 
 
@@ -119,7 +123,9 @@ def run(tree: Path, flags: tuple[str, ...], ranks: int, data: str) -> subprocess
 def host_error(tree: Path, flags: tuple[str, ...], ranks: int, data: str) -> str:
     """Return what the host itself raises without context parallelism, if it cannot run a configuration here."""
     done = run(tree, flags, ranks, data)
-    raised = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)", done.stderr, flags=re.M)
+    raised = re.findall(
+        r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*|.* error: unrecognized .*)", done.stderr, flags=re.M
+    )
     return str(raised[0]) if done.returncode and raised and "megacp [rank" not in done.stderr else ""
 
 

@@ -119,14 +119,17 @@ def config(**settings: Any) -> Any:
     )
 
 
-def gpt(**settings: Any) -> Any:
+def gpt(core_attention: Any = None, **settings: Any) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     groups()
+    spec = get_gpt_layer_local_spec()
+    if core_attention is not None:
+        spec.submodules.self_attention.submodules.core_attention = core_attention
     return GPTModel(
         config(**settings),
-        get_gpt_layer_local_spec(),
+        spec,
         vocab_size=32,
         max_sequence_length=64,
         position_embedding_type="rope",
@@ -162,6 +165,20 @@ def hidden(length: int, *, future: bool) -> torch.Tensor:
     return mask[None, None]
 
 
+def attention_of_its_own(inherits: bool) -> None:
+    """A layer spec whose attention looks at no mask, so it would not notice that its tokens are a part only."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Alone(DotProductAttention if inherits else torch.nn.Module):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs) if inherits else super().__init__()
+
+        def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            return value.flatten(2)
+
+    gpt(Alone)
+
+
 def mamba() -> None:
     from megatron.core.models.mamba.mamba_model import MambaModel
 
@@ -185,6 +202,8 @@ ACTIONS = {
     "experts": lambda: gpt(num_moe_experts=2),
     "multi-token prediction": lambda: gpt(mtp_num_layers=1),
     "mamba": mamba,
+    "attention of its own": lambda: attention_of_its_own(False),
+    "attention derived from the host's": lambda: attention_of_its_own(True),
     "inference": inference,
     "length": lambda: call(length=14),
     "dense mask": lambda: call(attention_mask=hidden(16, future=False)),
@@ -203,6 +222,11 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "experts": ("UnsupportedError", ("num_moe_experts is 2",)),
     "multi-token prediction": ("UnsupportedError", ("mtp_num_layers is 1",)),
     "mamba": ("UnsupportedError", ("MambaModel", "GPTModel")),
+    "attention of its own": ("UnsupportedError", ("decoder.layers.0.self_attention", "Alone", "own tokens")),
+    "attention derived from the host's": (
+        "UnsupportedError",
+        ("Alone", "own tokens", "core attention setup"),
+    ),
     "inference": ("UnsupportedError", ("inference_context", "--context-parallel-size 1")),
     "length": ("ConfigError", ("sequence length 14", "2 * 2 = 4", "--seq-length 16")),
     "dense mask": ("UnsupportedError", ("attention_mask", "--megacp-documents")),

@@ -53,8 +53,29 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
             original(self, *args, **kwargs)
         finally:
             config.cp_comm_type = given
+        if session().is_in_force(cp):
+            _check_attention(self, cp)
 
     return init
+
+
+def _check_attention(model: Any, cp: int) -> None:
+    """Refuse layers whose core attention is of a class of somebody's own: it would attend to the rank's own tokens only.
+
+    A class derived from a hooked one may stand in between, if its forward calls the one above it.
+    """
+    for name, module in model.named_modules():
+        core = getattr(module, "core_attention", None)
+        if core is None:
+            continue
+        forward = type(core).forward
+        calls_ours = hasattr(forward, "__megacp_seam__") or "__class__" in forward.__code__.co_freevars
+        if not (calls_ours and hasattr(core, "megacp_scale")):
+            raise UnsupportedError(
+                f"megacp: the core attention of {name} is {type(core).__module__}.{type(core).__qualname__}, in which megacp is not "
+                f"hooked; at --context-parallel-size {cp} it would see its own tokens only. Use the host's own core attention in the "
+                "layer spec, or add rows for this class of the roles 'core attention setup' and 'core attention' (megacp.hosts.rows)."
+            )
 
 
 def model_forward(original: Function, session: Callable[[], Session]) -> Function:
