@@ -27,8 +27,8 @@ __all__ = ["Comparison", "Step", "compare", "verify"]
 FLAG = "--context-parallel-size"
 OTHER_SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
 
-BOUNDS = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-2, "bfloat16": 5e-2}
-"""Largest relative difference that rounding may make, by the dtype of the parameters."""
+BOUNDS = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 5e-2}
+"""Largest relative difference that rounding may make, by the dtype of the parameters; Adam makes it grow from step to step."""
 
 FLOOR = 1e-3
 """A gradient is held to its own norm, or to this share of the norm of all: one that is 0 but for rounding has no own scale."""
