@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 
 from megacp._version import __version__
-from megacp.config import FLAGS, Config
+from megacp.config import FLAGS, Config, value_of
 from megacp.errors import ConfigError, MegacpError
 
 __all__ = ["main"]
@@ -82,8 +82,14 @@ def _doctor(words: list[str]) -> int:
     return result
 
 
+def _verify(words: list[str]) -> int:
+    result: int = import_module("megacp.verify").verify(words)
+    return result
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "run": (run, "run a training script with context parallelism"),
+    "verify": (_verify, "train at context-parallel size 1 and N, and compare"),
     "doctor": (_doctor, "tell which places of a Megatron can be hooked, without training"),
 }
 
@@ -137,7 +143,7 @@ def check_sizes(arguments: Sequence[str], world_size: str | None) -> None:
     divided into tensor x pipeline x context groups.
     """
     flag = "--context-parallel-size"
-    text = _value(arguments, flag)
+    text = value_of(arguments, flag)
     if text is None:
         return
     size = _integer(text)
@@ -147,7 +153,7 @@ def check_sizes(arguments: Sequence[str], world_size: str | None) -> None:
             f"sequence. Give a divisor of the number of ranks, or leave {flag} away to train without."
         )
     ranks = _integer(world_size)
-    others = {name: _integer(_value(arguments, name) or "1") for name in _MODEL_SIZES}
+    others = {name: _integer(value_of(arguments, name) or "1") for name in _MODEL_SIZES}
     known = [value for value in others.values() if value is not None and value >= 1]
     if ranks is None or len(known) < len(others):
         return  # the world is not known yet, or the host will refuse its own sizes
@@ -168,17 +174,6 @@ def check_sizes(arguments: Sequence[str], world_size: str | None) -> None:
 
 
 _MODEL_SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
-
-
-def _value(arguments: Sequence[str], flag: str) -> str | None:
-    """Give the last value of a flag, or None if it is not there; a flag at the very end has the value ''."""
-    found = None
-    for at, word in enumerate(arguments):
-        if word == flag:
-            found = arguments[at + 1] if at + 1 < len(arguments) else ""
-        elif word.startswith(flag + "="):
-            found = word[len(flag) + 1 :]
-    return found
 
 
 def _integer(text: str | None) -> int | None:

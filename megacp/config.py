@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megacp.errors import ConfigError
 
-__all__ = ["FLAGS", "Config", "Flag"]
+__all__ = ["FLAGS", "Config", "Flag", "value_of"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,17 @@ class Config:
             return cls(**values), rest  # type: ignore[arg-type]
         except ConfigError as error:
             raise ConfigError(_as_flag(str(error), values)) from None
+
+
+def value_of(arguments: Sequence[str], flag: str) -> str | None:
+    """Give the last value of a flag of the host's, or None if it is not there; a flag at the very end has the value ''."""
+    found = None
+    for at, word in enumerate(arguments):
+        if word == flag:
+            found = arguments[at + 1] if at + 1 < len(arguments) else ""
+        elif word.startswith(flag + "="):
+            found = word[len(flag) + 1 :]
+    return found
 
 
 def _one_of(field: str, value: object, legal: Sequence[str]) -> None:

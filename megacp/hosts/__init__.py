@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from megacp.comm import set_deadline
 from megacp.config import Config
 from megacp.hosts import megatron
+from megacp.hosts.megatron import record
 from megacp.hosts.rows import entry_point_rows
 from megacp.hosts.seams import Seams
 from megacp.hosts.session import Session
@@ -35,7 +37,9 @@ def install(config: Config | None = None) -> None:
     _session = Session(config or Config(), _table, _check)
     set_deadline(_session.config.timeout_s)
     _forget_rotary_tables()
-    _seams = Seams([*megatron.rows(_current), *entry_point_rows()])
+    folder = os.environ.get("MEGACP_RECORD")  # set by megacp verify
+    records = record.rows(folder) if folder else []
+    _seams = Seams([*megatron.rows(_current), *entry_point_rows(), *records])
     _seams.install()
 
 

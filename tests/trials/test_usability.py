@@ -5,6 +5,9 @@ Each fault is put into the attention that the ranks call; the comparison that al
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -102,3 +105,13 @@ def test_d77_a_gradient_that_is_summed_once_too_often_is_noticed():
     cell = Cell()
     with pytest.raises(AssertionError, match="dk"):
         check([cell], 2, results=ranks.run(_gradient_twice, 2, cell))
+
+
+def test_d77_each_fault_of_tools_mutate_has_its_one_place():
+    root = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location("mutate", root / "tools" / "mutate.py")
+    mutate = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, mutate=mutate):
+        spec.loader.exec_module(mutate)
+    places = {fault.name: (root / fault.file).read_text().count(fault.old) for fault in mutate.FAULTS}
+    assert len(places) == len(mutate.FAULTS) and set(places.values()) == {1}, places

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -194,6 +196,25 @@ def test_d75_wrong_settings_are_refused_with_the_value_and_what_is_legal():
     _refused(2, ["int32"], dtype=torch.int32)
     _refused(2, ["float32", "float64"], k_dtype=torch.float64)
     _refused(2, ["sdpa", "softcap"], kernel="sdpa", softcap=3.0)
+
+
+def test_d75_without_process_groups_the_refusal_says_so():
+    q = torch.zeros(1, 8, 2, 8)
+    with pytest.raises(megacp.ConfigError, match=r"megacp: .*cp_size 2.*1 rank"):
+        megacp.attention(q, q, q, mask=Mask.causal(16), layout=Layout.zigzag(16, 2))
+    with pytest.raises(megacp.ConfigError, match=r"megacp: .*cp_size 2.*1 rank"):
+        megacp.shard({"tokens": torch.zeros(1, 16)}, Layout.zigzag(16, 2))
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="transformer_engine is installed")
+def test_d75_a_missing_library_is_named_and_the_cpu_works_without_it():
+    _refused(
+        2,
+        ["transformer_engine", "the package transformer-engine is not installed"],
+        kernel="transformer_engine",
+    )
+    q = torch.randn(1, 16, 4, 8, generator=torch.Generator().manual_seed(0))
+    assert megacp.attention(q, q, q, mask=Mask.causal(16)).shape == q.shape
 
 
 def test_d75_the_public_errors_are_value_errors():

@@ -21,6 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_BY = {
     "make -C megatron/core/datasets": "tests/conformance/test_cpu_page.py, where MEGACP_TREES names a checkout",
     "torchrun --nproc-per-node 2 -m megacp pretrain_gpt.py": "tests/conformance/test_cpu_page.py",
+    "python -m megacp verify --keep verified pretrain_gpt.py": "tests/conformance/test_verify.py",
     "bash examples/pretrain_documents/run.sh": "test_the_first_command_trains_and_compares",
     "bash tests/run.sh": "this very run: .ci/run and people start it",
     "python tools/gpu_check.py": "test_the_gpu_check_says_that_there_is_no_gpu",
@@ -50,9 +51,18 @@ def test_the_second_command_is_what_continuous_integration_runs() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
-def test_every_python_block_runs(page: Path) -> None:
+def test_every_python_block_runs(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "python"):
-        subprocess.run([sys.executable, "-c", block], check=True, cwd=ROOT, timeout=60)
+        script = tmp_path / "block.py"  # a file, as ranks that are started import it again
+        script.write_text(block)
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        subprocess.run(
+            [sys.executable, str(script)],
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=60,
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
