@@ -45,6 +45,8 @@ FULL_RECOMPUTE = (
 OWN_SPEC = ("--spec", "own_spec", "layer")
 LEARNED = ("--position-embedding-type", "learned_absolute")
 
+OVERLAPPED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
 PACKED, ANSWERS = "packed.py", "answer_only.py"
 
 # name: (flags of both, ranks of the first, what the second adds, its ranks, the data)
@@ -65,11 +67,22 @@ CONFIGURATIONS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...], int, str]
     "tp2 cp2, sequence parallel": ((*TP2, "--sequence-parallel"), 2, CP2, 4, ""),
     "pp2 cp2, documents": ((*PP2, *DOCUMENTS), 2, CP2, 4, PACKED),
     "dp2 cp2, distributed optimizer": (("--use-distributed-optimizer",), 2, CP2, 4, ""),
+    "dp2 cp2, optimizer overlapped": (OVERLAPPED, 2, CP2, 4, ""),
+    "dp2 cp2, two optimizer instances": (
+        (*OVERLAPPED[:1], "--num-distributed-optimizer-instances", "2"),
+        2,
+        CP2,
+        4,
+        "",
+    ),
+    "cp2, micro-batches of 2": (("--micro-batch-size", "2"), 1, CP2, 2, ANSWERS),
 }
 
 NOT_EVERY_HOST = (
     "tp2 cp2, sequence parallel",
     "dp2 cp2, distributed optimizer",
+    "dp2 cp2, optimizer overlapped",
+    "dp2 cp2, two optimizer instances",
     "cp2, --use-mcore-models",
 )  # old ones need Apex for these; new ones have no such flag
 
@@ -80,8 +93,11 @@ import json, sys
 from megacp.testing import cpu
 cpu.install()
 import torch
-model = torch.load(sys.argv[1], weights_only=False)["model"]
-print(json.dumps({name: list(getattr(value, "shape", [])) for name, value in model.items()}))
+state = torch.load(sys.argv[1], weights_only=False)
+found = {name: list(getattr(value, "shape", [])) for name, value in state["model"].items()}
+found["samples"] = state["args"].consumed_train_samples
+found["operations"] = state.get("num_floating_point_operations_so_far")
+print(json.dumps(found))
 """
 
 
@@ -173,7 +189,7 @@ def within_a_digit(a: str, b: str) -> bool:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=[t.name for t in TREES])
-def test_a_checkpoint_has_the_names_and_shapes_of_cp1(
+def test_a_checkpoint_has_the_names_and_shapes_and_counts_of_cp1(
     tree: Path, tmp_path: Path, record: Callable[[str, str, str], None]
 ) -> None:
     saved = []
@@ -186,6 +202,66 @@ def test_a_checkpoint_has_the_names_and_shapes_of_cp1(
         saved.append(json.loads(in_the_host(tree, NAMES, str(file))))
     record(tree.name, "names in a checkpoint", "equal" if saved[0] == saved[1] else "differ")
     assert saved[0] == saved[1] and len(saved[0]) > 10
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 4)], ids=["cp1 to cp2", "cp2 to cp1", "cp2 to cp4"])
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+@pytest.mark.parametrize("tree", TREES, ids=[t.name for t in TREES])
+def test_a_run_goes_on_at_another_size(
+    tree: Path, form: str, sizes: tuple[int, int], tmp_path: Path, record: Callable[[str, str, str], None]
+) -> None:
+    """Three steps, a checkpoint, three more. The host itself prints another loss in the second step after a start."""
+    how = ("--ckpt-format", form) if old_format(tree) else ()
+    folder = ("--save-interval", "3", "--save", str(tmp_path / "from"), *how)
+    before = run(tree, (*at(sizes[0]), *folder, "--exit-interval", "3"), sizes[0], "")
+    assert before.returncode == 0, (before.stdout + before.stderr)[-4000:]
+    after = []
+    for size in (1, sizes[1]):
+        done = run(tree, (*at(size), "--load", str(tmp_path / "from"), *how), size, "")
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        after.append(
+            re.findall(r"consumed samples: +(\d+) .*lm loss: (\S+) .*?grad norm: (\S+) ", done.stdout)
+        )
+    whole = printed(tree, (), 1, "")
+    record(
+        tree.name,
+        f"cp{sizes[0]} to cp{sizes[1]}, {form}",
+        "as if never stopped" if after[0] == after[1] else "differs",
+    )
+    for alone, split in zip(*after, strict=True):
+        assert alone[0] == split[0] and all(
+            within_a_digit(a, b) for a, b in zip(alone, split, strict=True)
+        ), after
+    norms = [norm for _, _, norm in after[1]]
+    assert len(norms) == 3 and all(within_a_digit(a, b) for a, b in zip(norms, whole[7::2], strict=True)), (
+        norms,
+        whole,
+    )
+
+
+def at(size: int) -> tuple[str, ...]:
+    return ("--context-parallel-size", str(size)) if size > 1 else ()
+
+
+@pytest.mark.parametrize("data", ["", ANSWERS], ids=["all tokens", "answers only"])
+@pytest.mark.parametrize("tree", TREES, ids=[t.name for t in TREES])
+def test_the_validation_loss_is_that_of_cp1(
+    tree: Path, data: str, record: Callable[[str, str, str], None]
+) -> None:
+    evaluate = ("--split", "80,20,0", "--eval-iters", "2", "--eval-interval", "3")
+    found = []
+    for size in (1, 2, 4):
+        done = run(tree, (*at(size), *evaluate), size, data)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        found.append(re.findall(r"validation loss at .*lm loss value: (\S+)", done.stdout))
+    record(
+        tree.name,
+        f"validation loss, {data or 'all tokens'}",
+        "equal" if found[0] == found[1] == found[2] else "differs",
+    )
+    assert len(found[0]) >= 2
+    for split in found[1:]:
+        assert all(within_a_digit(a, b) for a, b in zip(found[0], split, strict=True)), found
 
 
 def old_format(tree: Path) -> tuple[str, ...]:
