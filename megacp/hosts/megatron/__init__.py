@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacp.hosts.megatron import layer, loss, model, settings
+from megacp.hosts.megatron import dropout, layer, loss, model, settings
 from megacp.hosts.seams import Seam
 from megacp.hosts.session import Session
 
@@ -153,6 +153,27 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             layer.attention_forward,
             _QKV,
             absent_means="layers of Transformer Engine",
+        ),
+        seam(
+            "embedding dropout",
+            f"{_CORE}.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.forward",
+            dropout.embedding,
+            ("input_ids",),
+            absent_means="--megacp-dropout positions",
+        ),
+        seam(
+            "layers",
+            f"{_CORE}.transformer.transformer_layer:TransformerLayer.forward",
+            dropout.transformer_layer,
+            (),
+            absent_means="--megacp-dropout positions",
+        ),
+        seam(
+            "hidden dropout",
+            f"{_CORE}.fusions.fused_bias_dropout:get_bias_dropout_add",
+            dropout.bias_dropout_add,
+            ("training",),
+            absent_means="--megacp-dropout positions",
         ),
         seam(
             "loss scale",

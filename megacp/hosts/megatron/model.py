@@ -15,6 +15,7 @@ from megacp.groups import Group
 from megacp.hosts import limits
 from megacp.hosts.documents import document_mask, starts_of
 from megacp.hosts.hooks import Function
+from megacp.hosts.megatron import dropout
 from megacp.hosts.megatron.settings import cp_group
 from megacp.hosts.session import Session
 from megacp.hosts.splits import Split, ticket
@@ -42,7 +43,7 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
         if asked and not hasattr(config, "cp_comm_type"):
             config.cp_comm_type = list(asked) if len(asked) > 1 else asked[0]
         if session().is_in_force(cp):
-            limits.check_model_config(config, cp, session().has_documents)
+            limits.check_model_config(config, cp, session().has_documents, session().has_keyed_dropout)
             if values.get("position_embedding_type") == "mrope":
                 raise UnsupportedError(
                     f"megacp: position_embedding_type 'mrope' is not offered with --context-parallel-size {cp}. Use rope."
@@ -57,6 +58,7 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
             original(self, *args, **kwargs)
         finally:
             config.cp_comm_type = given
+        dropout.number_layers(self)
 
     return init
 
@@ -84,7 +86,7 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
                     f"yet ({_WHY_NOT[name]}). Use --context-parallel-size 1 for it."
                 )
         _check_same_sample(batch, group, session())
-        split = _split(self, batch, session(), group)
+        split = dropout.keyed(_split(self, batch, session(), group), self, session())
         _check_dense_mask(batch.get("attention_mask"), split.mask)
         ends = None
         if session().has_documents and batch.get("labels") is not None:
@@ -95,7 +97,8 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         )
         batch["attention_mask"] = ticket(split)
         session().announce(split, _kernel_name(self, session()))
-        out = original(*given.args, **given.kwargs)
+        with dropout.at(session(), split, 0):
+            out = original(*given.args, **given.kwargs)
         if not getattr(self, "post_process", True):
             return out
         # [B, S] per-token loss, or [B, S, V] logits where no labels are given
