@@ -44,7 +44,12 @@ FULL_RECOMPUTE = (
 )
 LEARNED = ("--position-embedding-type", "learned_absolute")
 
-PACKED, ANSWERS = "packed.py", "answer_only.py"
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--megacp-dropout", "positions")
+BF16, FP16 = ("--bf16",), ("--fp16", "--initial-loss-scale", "1024")
+OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+INSTANCES = ("--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2")
+
+PACKED, ANSWERS, COUNTERS = "packed.py", "answer_only.py", "counters.py"
 
 # name: (flags of both, ranks of the first, what the second adds, its ranks, the data)
 CONFIGURATIONS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...], int, str]] = {
@@ -62,11 +67,35 @@ CONFIGURATIONS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...], int, str]
     "tp2 cp2, sequence parallel": ((*TP2, "--sequence-parallel"), 2, CP2, 4, ""),
     "pp2 cp2, documents": ((*PP2, *DOCUMENTS), 2, CP2, 4, PACKED),
     "dp2 cp2, distributed optimizer": (("--use-distributed-optimizer",), 2, CP2, 4, ""),
+    "dp2 cp2, overlap": (OVERLAP, 2, CP2, 4, ""),
+    "dp2 cp2, two optimizer instances": (INSTANCES, 2, CP2, 4, ""),
+    "cp2, dropout": (DROPOUT, 1, CP2, 2, ""),
+    "tp2 cp2, dropout, sequence parallel": ((*TP2, "--sequence-parallel", *DROPOUT), 2, CP2, 4, ""),
+    "cp2, bf16": (BF16, 1, CP2, 2, ""),
+    "cp2, fp16": (FP16, 1, CP2, 2, ""),
+    "cp2, data sent": ((), 1, (*CP2, "--megacp-broadcast-data", "on"), 2, ""),
+    "pp2 tp2 cp2, data sent": (
+        (*PP2, *TP2),
+        4,
+        (*CP2, "--megacp-broadcast-data", "on"),
+        8,
+        ANSWERS,
+    ),
 }
+
+SIXTEEN_BITS = {
+    "cp2, bf16": (2e-3, 2e-2),
+    "cp2, fp16": (5e-4, 5e-3),
+}  # loss, gradient norm: what rounding leaves
 
 NOT_EVERY_HOST = (
     "tp2 cp2, sequence parallel",
     "dp2 cp2, distributed optimizer",
+    "dp2 cp2, overlap",
+    "dp2 cp2, two optimizer instances",
+    "cp2, bf16",
+    "cp2, fp16",
+    "tp2 cp2, dropout, sequence parallel",
 )  # old ones need Apex for these
 
 
@@ -151,7 +180,76 @@ def test_the_unmodified_script_prints_the_loss_and_grad_norm_of_cp1(
             record(tree.name, name, f"refused: {result}")
             pytest.fail(f"megacp refuses it: {result}")
     record(tree.name, name, " / ".join(f"{apart(alone[i::2], split[i::2]):.0e}" for i in (0, 1)))
+    if name in SIXTEEN_BITS:
+        assert all(apart(alone[i::2], split[i::2]) <= SIXTEEN_BITS[name][i] for i in (0, 1)), (
+            f"{alone}\n{split}"
+        )
+        return
     assert all(within_a_digit(a, b) for a, b in zip(alone, split, strict=True)), f"{alone}\n{split}"
+
+
+# -- D47: counters, D43: evaluation, D42: from one size to another -------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("tree", TREES, ids=[t.name for t in TREES])
+def test_d47_operations_and_samples_are_counted_as_at_cp1(tree: Path, size: int) -> None:
+    def counts(*flags: str, ranks: int) -> list[str]:
+        done = run(tree, ("--log-throughput", *flags), ranks, COUNTERS)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        samples = re.findall(r"consumed samples: +(\d+)", done.stdout)
+        assert samples == ["4", "8", "12", "16", "20", "24"]
+        return re.findall("counted: .*", done.stdout)
+
+    alone, split = counts(ranks=1), counts("--context-parallel-size", str(size), ranks=size)
+    assert alone == split and len(alone) >= 6
+
+
+@pytest.mark.parametrize("data", ["", ANSWERS])
+@pytest.mark.parametrize("tree", TREES, ids=[t.name for t in TREES])
+def test_d43_the_validation_loss_is_that_of_cp1(tree: Path, data: str) -> None:
+    def losses(*flags: str, ranks: int) -> list[str]:
+        evaluate = ("--split", "80,20,0", "--eval-iters", "3", "--eval-interval", "3")
+        done = run(tree, (*evaluate, *flags), ranks, data)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        return re.findall(r"validation loss at .*?lm loss value: (\S+) ", done.stdout)
+
+    alone, split, four = losses(ranks=1), losses(*CP2, ranks=2), losses(*CP4, ranks=4)
+    assert len(alone) >= 2 and len(set(alone)) >= 2
+    for other in (split, four):
+        assert all(within_a_digit(a, b) for a, b in zip(alone, other, strict=True)), f"{alone}\n{other}"
+
+
+@pytest.mark.parametrize("format", ["torch", "torch_dist"])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (2, 2)])
+@pytest.mark.parametrize("tree", TREES, ids=[t.name for t in TREES])
+def test_d42_a_checkpoint_of_one_size_goes_on_at_another_as_if_never_stopped(
+    tree: Path, before: int, after: int, format: str, tmp_path: Path
+) -> None:
+    """With dropout, so that the random state goes on too."""
+    if not old_format(tree) and format != "torch":
+        pytest.skip("this host has one format")
+    optimizer = ("--use-distributed-optimizer",) if format == "torch_dist" else ()
+    kind = ("--ckpt-format", format) if old_format(tree) else ()
+    flags = (*DROPOUT, *optimizer)
+    whole = printed(tree, flags, 1, "")
+    if format == "torch_dist" and isinstance(whole, str):
+        pytest.skip(f"this host cannot: {whole}")
+    folder = str(tmp_path)
+
+    def size(n: int) -> tuple[str, ...]:
+        return ("--context-parallel-size", str(n)) if n > 1 else ()
+
+    save = ("--save", folder, "--save-interval", "3", "--exit-interval", "3")
+    done = run(tree, (*flags, *size(before), *kind, *save), before, "")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    done = run(tree, (*flags, *size(after), *kind, "--load", folder), after, "")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert re.findall(r"consumed samples: +(\d+)", done.stdout) == ["16", "20", "24"]
+    numbers = [n for pair in re.findall(r"lm loss: (\S+) .*?grad norm: (\S+) ", done.stdout) for n in pair]
+    assert all(within_a_digit(a, b) for a, b in zip(whole[6:], numbers, strict=True)), (
+        f"{whole[6:]}\n{numbers}"
+    )
 
 
 def apart(a: tuple[str, ...], b: tuple[str, ...]) -> float:

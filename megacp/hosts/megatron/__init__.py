@@ -83,6 +83,20 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             absent_means="--megacp-documents eod without --megacp-eod-token",
         ),
         seam(
+            "data sets",
+            f"{_CORE}.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
+            settings.dataset_builder,
+            ("is_built_on_rank",),
+            absent_means="--megacp-broadcast-data in Megatron's scripts",
+        ),
+        seam(
+            "data iterators",
+            "megatron.training.training:build_train_valid_test_data_iterators",
+            settings.data_iterators,
+            (),
+            absent_means="--megacp-broadcast-data in Megatron's scripts",
+        ),
+        seam(
             "batch",
             (f"{_CORE}.utils:get_batch_on_this_cp_rank", "megatron.training.utils:get_batch_on_this_cp_rank"),
             model.whole_batch,
