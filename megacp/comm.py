@@ -18,7 +18,17 @@ import torch.distributed as dist
 from megacp.errors import CommTimeout, ConfigError
 from megacp.groups import Group
 
-__all__ = ["Posted", "all_gather", "deadline", "exchange", "post", "reduce_scatter", "set_deadline", "total"]
+__all__ = [
+    "Posted",
+    "all_gather",
+    "broadcast",
+    "deadline",
+    "exchange",
+    "post",
+    "reduce_scatter",
+    "set_deadline",
+    "total",
+]
 
 _deadline_s = 600.0
 
@@ -137,6 +147,13 @@ def total(group: Group, x: torch.Tensor, what: str) -> torch.Tensor:
     if group.size > 1:
         _finish(dist.all_reduce(out, group=_whole(group), async_op=True), group, what, _others(group))
     return out
+
+
+def broadcast(group: Group, x: torch.Tensor, source: int, what: str) -> None:
+    """Overwrite every rank's ``x`` by that of the group's rank ``source``."""
+    if group.size > 1:
+        work = dist.broadcast(x, group.global_ranks[source], group=_whole(group), async_op=True)
+        _finish(work, group, what, _others(group))
 
 
 def _seated(group: Group, counts: Sequence[int]) -> list[int]:

@@ -33,6 +33,8 @@ class Flag:
 
 LAYOUTS = ("auto", "zigzag", "contiguous")
 DOCUMENTS = ("off", "eod", "positions")
+DROPOUT = ("off", "positions")
+BROADCAST_DATA = ("off", "on")
 REPORTS = ("auto", "off")
 
 FLAGS: tuple[Flag, ...] = (
@@ -41,6 +43,16 @@ FLAGS: tuple[Flag, ...] = (
         "documents",
         "{" + ",".join(DOCUMENTS) + "}",
         "keep packed documents apart: found by end-of-document tokens or by position ids that restart",
+    ),
+    Flag(
+        "dropout",
+        "{" + ",".join(DROPOUT) + "}",
+        "positions: what is dropped follows from positions, the same at every size; off: dropout over ranks is refused",
+    ),
+    Flag(
+        "broadcast_data",
+        "{" + ",".join(BROADCAST_DATA) + "}",
+        "on: one rank of those that share a sequence reads the data and sends it to the others",
     ),
     Flag("kernel", "NAME", "attention library for one block; auto takes the fastest that is exact here"),
     Flag("report", "{" + ",".join(REPORTS) + "}", "print what was hooked and what is in force, on rank 0"),
@@ -53,6 +65,8 @@ class Config:
     """Hold the settings of one run; equal on every rank.
 
     layout: ``auto``, ``zigzag`` or ``contiguous``. documents: ``off``, ``eod`` or ``positions``.
+    dropout: ``off`` (refused over ranks) or ``positions`` (drawn by megacp, from positions, at every size).
+    broadcast_data: ``off`` (each rank reads the data) or ``on`` (one of those that share a sequence does, for all of them).
     kernel: a name of the kernel registry, or ``auto``. report: ``auto`` or ``off``.
     eod_token: token id that ends a document, or None to ask the host's tokenizer.
     timeout_s: seconds to wait for a peer before `CommTimeout`.
@@ -61,6 +75,8 @@ class Config:
 
     layout: str = "auto"
     documents: str = "off"
+    dropout: str = "off"
+    broadcast_data: str = "off"
     kernel: str = "auto"
     report: str = "auto"
     eod_token: int | None = None
@@ -69,6 +85,8 @@ class Config:
     def __post_init__(self) -> None:
         _one_of("layout", self.layout, LAYOUTS)
         _one_of("documents", self.documents, DOCUMENTS)
+        _one_of("dropout", self.dropout, DROPOUT)
+        _one_of("broadcast_data", self.broadcast_data, BROADCAST_DATA)
         _one_of("report", self.report, REPORTS)
         if not isinstance(self.kernel, str) or not self.kernel.isidentifier():
             raise ConfigError(f"kernel is {self.kernel!r}; it must be the name of a kernel, or 'auto'.")

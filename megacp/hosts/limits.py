@@ -53,17 +53,19 @@ def check_sequence_length(
         )
 
 
-def check_model_config(config: Any, cp: int, has_documents: bool) -> None:
+def check_model_config(config: Any, cp: int, has_documents: bool, has_keyed_dropout: bool = False) -> None:
     """Refuse parts of a model that megacp cannot yet run exactly.
 
     Args:
-        config: the host's TransformerConfig.
+        config: the host's TransformerConfig. has_keyed_dropout: dropout is drawn from positions.
     Raises: ConfigError for a wrong setting, UnsupportedError for a part that is not offered; both name setting and value.
     """
     for setting, refused, why, instead in _RULES:
         value = getattr(config, setting, None)
+        if has_keyed_dropout and setting in _DROPOUT:
+            continue
         if refused(value) and (cp > 1 or setting in _WITH_DOCUMENTS):
-            what = f"--context-parallel-size {cp}" if cp > 1 else "--megacp-documents"
+            what = f"--context-parallel-size {cp}" if cp > 1 else "--megacp-documents or --megacp-dropout"
             raise UnsupportedError(
                 f"megacp: {setting} is {value!r}, which {what} does not offer: {why}. {instead}"
             )
@@ -105,13 +107,13 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "attention_dropout",
         _given,
         f"which pairs are dropped would depend on the number of ranks, so {_EXACT}",
-        "Set --attention-dropout 0.",
+        "Set --attention-dropout 0, or draw it from positions, the same at every size: --megacp-dropout positions.",
     ),
     (
         "hidden_dropout",
         _given,
         f"the host draws one pattern for the local tokens of every rank, so {_EXACT}",
-        "Set --hidden-dropout 0.",
+        "Set --hidden-dropout 0, or draw it from positions, the same at every size: --megacp-dropout positions.",
     ),
     (
         "num_moe_experts",
@@ -164,6 +166,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("qk_clip", _given, "the largest logit is not reported across ranks yet", "Turn QK-clip off."),
     ("log_max_attention_logit", _given, "the largest logit is not reported across ranks yet", "Turn it off."),
 )
+_DROPOUT = {"attention_dropout", "hidden_dropout"}
 _WITH_DOCUMENTS = {
     "attention_dropout",
     "mtp_num_layers",

@@ -30,6 +30,7 @@ class Session:
         comm_types: what --cp-comm-type says where the host has no such flag of its own.
         mailboxes: for each model-chunk family (by pipeline group) the document starts on their way.
         facts: lines for the report, in the order in which they became known. forwards: micro-batches seen.
+        site: where in the model dropout is drawn now (see hosts.megatron.dropout).
         loss_mask: of the batch that the script has taken last.
         is_one_rank: the host is told that a group has one member, and ``alone`` is that group (see hosts.megatron.loss).
         is_averaged: the host averages gradients over the group; else it sums them.
@@ -47,6 +48,7 @@ class Session:
     facts: dict[str, str] = field(default_factory=dict)
     is_announced: bool = False
     forwards: int = 0
+    site: Any = None
     loss_mask: Any = None
     is_one_rank: bool = False
     alone: Any = None
@@ -69,6 +71,11 @@ class Session:
         return self.config.documents != "off"
 
     @property
+    def has_keyed_dropout(self) -> bool:
+        """Say whether dropout is drawn from positions."""
+        return self.config.dropout == "positions"
+
+    @property
     def layout_name(self) -> str:
         """Name the layout in force."""
         return "zigzag" if self.config.layout == "auto" else self.config.layout
@@ -82,8 +89,8 @@ class Session:
         return make(seq_len, cp_size, pad=False)
 
     def is_in_force(self, cp_size: int) -> bool:
-        """Say whether attention is ours: with more than one rank, or with documents to keep apart."""
-        return cp_size > 1 or self.has_documents
+        """Say whether attention is ours: with more than one rank, documents to keep apart, or dropout from positions."""
+        return cp_size > 1 or self.has_documents or self.has_keyed_dropout
 
     def connect_alone(self, cp_size: int) -> None:
         """Make the group that holds this rank only."""
@@ -124,6 +131,11 @@ class Session:
                 "method": f"{self._method_words()} (the host's --cp-comm-type)",
                 "kernel": f"{kernel} ({'auto: first that is exact here' if self.config.kernel == 'auto' else 'asked for'}; "
                 f"known: {', '.join(kernels.names())})",
+                **(
+                    {"dropout": "drawn from positions, the same at every size"}
+                    if self.has_keyed_dropout
+                    else {}
+                ),
                 "loss": "whole at the model's exit, so every mask gives the gradients of one rank",
             }
         )

@@ -2,13 +2,13 @@
 
 Between the two lies the host's code: pipeline schedules with several micro-batches in flight, and activation recompute,
 which runs a layer's forward again in the backward pass. The only thing that reaches attention through all of it is the
-``attention_mask`` argument. So the model's entry puts a *ticket* there, a tensor of two integers, and attention reads it.
+``attention_mask`` argument. So the model's entry puts a *ticket* there, a tensor of three integers, and attention reads it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,11 +22,15 @@ __all__ = ["Split", "redeem", "ticket"]
 
 @dataclass(frozen=True)
 class Split:
-    """Who holds which token of a micro-batch, and what may attend to what."""
+    """Who holds which token of a micro-batch, and what may attend to what.
+
+    dropout_key: what the micro-batch's dropout is drawn from, the same on all ranks of the group; 0 without dropout.
+    """
 
     layout: Layout
     mask: Mask
     group: Group
+    dropout_key: int = 0
 
 
 _MAGIC = 0x6D65676163703031  # "megacp01"
@@ -37,8 +41,9 @@ _issued = 0
 
 
 def ticket(split: Split) -> torch.Tensor:
-    """Return the ticket of a split, int64 [2] on the CPU; equal splits share one."""
+    """Return the ticket of a split, int64 [3] on the CPU; splits that differ in their dropout only share a number."""
     global _issued
+    key, split = split.dropout_key, replace(split, dropout_key=0)
     number = _numbers.get(split)
     if number is None:
         number = _issued = _issued + 1
@@ -47,7 +52,7 @@ def ticket(split: Split) -> torch.Tensor:
         if len(_splits) > _KEPT:
             _numbers.pop(_splits.popitem(last=False)[1])
     _splits.move_to_end(number)
-    return torch.tensor([_MAGIC, number], dtype=torch.int64)
+    return torch.tensor([_MAGIC, number, key], dtype=torch.int64)
 
 
 def redeem(attention_mask: torch.Tensor | None) -> Split | None:
@@ -55,9 +60,9 @@ def redeem(attention_mask: torch.Tensor | None) -> Split | None:
 
     Raises: SeamError for a ticket so old that its split is gone.
     """
-    if attention_mask is None or attention_mask.dtype != torch.int64 or attention_mask.shape != (2,):
+    if attention_mask is None or attention_mask.dtype != torch.int64 or attention_mask.shape != (3,):
         return None
-    magic, number = attention_mask.tolist()
+    magic, number, key = attention_mask.tolist()
     if magic != _MAGIC:
         return None
     if number not in _splits:
@@ -65,4 +70,4 @@ def redeem(attention_mask: torch.Tensor | None) -> Split | None:
             f"megacp: an attention layer runs for a micro-batch of which {_KEPT} later ones have been started. Its documents are "
             "forgotten. Keep fewer micro-batches in flight."
         )
-    return _splits[number]
+    return replace(_splits[number], dropout_key=key)

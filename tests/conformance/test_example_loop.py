@@ -18,6 +18,14 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip
 
 STEPS = 6
 SEQ = 64
+FULL_RECOMPUTE = (
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+)
 
 
 class Trainings:
@@ -187,6 +195,33 @@ def test_D66_pipeline_messages_hold_one_share_of_the_sequence_and_train_the_same
     assert {tuple(shape) for record in both.records for shape in record["stage_inputs"]} == {
         (SEQ // 4, 2, 32)
     }
+
+
+DROPOUT = ("--attention-dropout", "0.2", "--hidden-dropout", "0.2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ((), 2),
+        ((), 4),
+        (("--cp-comm-type", "a2a", *FULL_RECOMPUTE), 2),
+        (("--tensor-model-parallel-size", "2", "--sequence-parallel"), 2),
+        (("--pipeline-model-parallel-size", "2"), 2),
+    ],
+    ids=["cp2", "cp4", "cp2 a2a recompute", "tp2 cp2 sequence parallel", "pp2 cp2"],
+)
+def test_D36_dropout_from_positions_trains_the_same_at_every_size_float64(
+    trainings: Trainings, flags: tuple[str, ...], size: int
+) -> None:
+    world = 2 if any("model-parallel" in flag for flag in flags) else 1
+    alone = trainings.run(*flags, *DROPOUT, ranks_used=world, documents="eod", dropout="positions")
+    split = trainings.run(
+        *flags, *DROPOUT, *cp(size), ranks_used=world * size, documents="eod", dropout="positions"
+    )
+    assert_same(alone, split, 1e-9)
+    if not flags:
+        assert differences(alone, trainings.run(documents="eod"))["loss"] > 1e-3
 
 
 def test_distributed_optimizer_trains_the_same_float32(trainings: Trainings) -> None:

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacp.hosts.megatron import layer, loss, model, settings
+from megacp.hosts.megatron import dropout, layer, loss, model, settings
 from megacp.hosts.seams import Seam
 from megacp.hosts.session import Session
 
@@ -81,6 +81,20 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             settings.dataset_config,
             (),
             absent_means="--megacp-documents eod without --megacp-eod-token",
+        ),
+        seam(
+            "data sets",
+            f"{_CORE}.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
+            settings.dataset_builder,
+            ("is_built_on_rank",),
+            absent_means="--megacp-broadcast-data in Megatron's scripts",
+        ),
+        seam(
+            "data iterators",
+            "megatron.training.training:build_train_valid_test_data_iterators",
+            settings.data_iterators,
+            (),
+            absent_means="--megacp-broadcast-data in Megatron's scripts",
         ),
         seam(
             "batch",
@@ -160,6 +174,27 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             layer.attention_forward,
             _QKV,
             absent_means="layers of Transformer Engine",
+        ),
+        seam(
+            "embedding dropout",
+            f"{_CORE}.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.forward",
+            dropout.embedding,
+            ("input_ids",),
+            absent_means="--megacp-dropout positions",
+        ),
+        seam(
+            "layers",
+            f"{_CORE}.transformer.transformer_layer:TransformerLayer.forward",
+            dropout.transformer_layer,
+            (),
+            absent_means="--megacp-dropout positions",
+        ),
+        seam(
+            "hidden dropout",
+            f"{_CORE}.fusions.fused_bias_dropout:get_bias_dropout_add",
+            dropout.bias_dropout_add,
+            ("training",),
+            absent_means="--megacp-dropout positions",
         ),
         seam(
             "loss scale",

@@ -17,6 +17,7 @@ from megacp.errors import SeamError, UnsupportedError
 from megacp.groups import Group
 from megacp.hosts import limits
 from megacp.hosts.hooks import Function
+from megacp.hosts.megatron import dropout
 from megacp.hosts.megatron.loss import one_rank
 from megacp.hosts.megatron.settings import cp_group
 from megacp.hosts.session import Session
@@ -92,7 +93,7 @@ def attention_init(original: Function, session: Callable[[], Session]) -> Functi
         self.config = config  # the live one: the host changes it later
         self.megacp_scale = given.arguments.get("softmax_scale")
         self.megacp_dropout = given.arguments.get("attention_dropout")
-        number = given.arguments["layer_number"]
+        self.megacp_number = number = given.arguments["layer_number"]
         self.megacp_window = _window(config, number)
         names = limits.comm_types(config)
         self.megacp_method = names[number - 1] if len(names) > 1 else names[0]
@@ -140,6 +141,7 @@ def attention_forward(original: Function, session: Callable[[], Session]) -> Fun
             format="sbhd",
             scale=self.megacp_scale,
             sinks=_sinks(self),
+            **dropout.of_attention(self, split, session()),
         )
         assert isinstance(out, torch.Tensor)
         return out.flatten(
@@ -211,6 +213,3 @@ def _check_layer(module: Any, values: dict[str, Any]) -> None:
             raise UnsupportedError(
                 f"megacp: a layer's attention was called with {what}, which is not offered over ranks yet."
             )
-    dropout = module.config.attention_dropout if module.megacp_dropout is None else module.megacp_dropout
-    if dropout and module.training:
-        raise UnsupportedError(f"megacp: a layer has attention dropout {dropout}. Set --attention-dropout 0.")

@@ -15,6 +15,7 @@ from megacp.groups import Group
 from megacp.hosts import limits
 from megacp.hosts.documents import document_mask, starts_of
 from megacp.hosts.hooks import Function
+from megacp.hosts.megatron import dropout
 from megacp.hosts.megatron.settings import cp_group
 from megacp.hosts.session import Session
 from megacp.hosts.splits import Split, ticket
@@ -42,7 +43,7 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
         if asked and not hasattr(config, "cp_comm_type"):
             config.cp_comm_type = list(asked) if len(asked) > 1 else asked[0]
         if session().is_in_force(cp):
-            limits.check_model_config(config, cp, session().has_documents)
+            limits.check_model_config(config, cp, session().has_documents, session().has_keyed_dropout)
             session().methods = limits.comm_types(config)
         given = getattr(config, "cp_comm_type", None)
         if isinstance(
@@ -55,6 +56,7 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
             config.cp_comm_type = given
         if session().is_in_force(cp):
             _check_attention(self, cp)
+        dropout.number_layers(self)
 
     return init
 
@@ -101,7 +103,7 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
                     f"yet ({_WHY_NOT[name]}). Use --context-parallel-size 1 for it."
                 )
         _check_same_sample(batch, group, session())
-        split = _split(self, batch, session(), group)
+        split = dropout.keyed(_split(self, batch, session(), group), self, session())
         _check_dense_mask(batch.get("attention_mask"), split.mask)
         ends = None
         if session().has_documents and batch.get("labels") is not None:
@@ -112,7 +114,8 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         )
         batch["attention_mask"] = ticket(split)
         session().announce(split, _kernel_name(self, session()))
-        out = original(*given.args, **given.kwargs)
+        with dropout.at(session(), split, 0):
+            out = original(*given.args, **given.kwargs)
         if not getattr(self, "post_process", True):
             return out
         # [B, S] per-token loss, or [B, S, V] logits where no labels are given
@@ -178,23 +181,36 @@ def _check_same_sample(batch: dict[str, Any], group: Group, run: Session) -> Non
     Raises: ShapeError naming the ranks that hold something else, on every rank.
     """
     due, run.forwards = run.forwards % 100 == 0, run.forwards + 1
-    tokens = [batch[name] for name in ("input_ids", "labels") if isinstance(batch.get(name), torch.Tensor)]
-    if group.size == 1 or not due or not tokens:
+    fields = [batch.get(name) for name in _PER_TOKEN]
+    given = next((x for x in fields if isinstance(x, torch.Tensor)), None)
+    if group.size == 1 or not due or given is None:
         return
-    mine = torch.zeros(4, dtype=torch.int64, device=tokens[0].device)
-    for x in tokens:
-        weights = torch.arange(1, x.numel() + 1, device=x.device) % 8191
-        mine += torch.stack(
-            [torch.tensor(n, device=x.device) for n in x.shape] + [x.sum(), (x.flatten() * weights).sum()]
-        )
-    everyone = comm.all_gather(group, mine, "the comparison of the batch")
-    others = [rank for rank in range(group.size) if not torch.equal(everyone[rank], everyone[0])]
+    mine = torch.stack([_fingerprint(x, given.device) for x in fields])
+    everyone = comm.all_gather(group, mine, "the comparison of the batch")  # [size, fields, 4]
+    differ = (everyone != everyone[0]).any(-1)
+    others = differ.any(1).nonzero().flatten().tolist()
     if others:
+        names = [name for name, there in zip(_PER_TOKEN, differ.any(0).tolist(), strict=True) if there]
+        shapes = [tuple(row[0, :2].tolist()) for row in everyone]
         raise ShapeError(
-            f"megacp: context-parallel ranks {[0, *others]} do not all hold the same batch: ranks {others} differ from rank 0 (shapes "
-            f"{[tuple(row[:2].tolist()) for row in everyone]}, tokens or labels unequal). Each must load the whole sequence of its "
-            "data-parallel rank. Either the data loader goes by the rank in the world, or something else splits the batch already."
+            f"megacp: context-parallel ranks {[0, *others]} do not all hold the same batch: ranks {others} differ from rank 0 in "
+            f"{', '.join(names)} ({_PER_TOKEN[0]} by rank: {shapes}). Each must load the whole sequence of its data-parallel rank. "
+            "Either the data loader goes by the rank in the world, or something else splits the batch already."
         )
+
+
+def _fingerprint(x: Any, device: torch.device) -> torch.Tensor:
+    """Return the sizes, the sum, and a sum by place, of one field, int64 [4]; -1 where there is none."""
+    if not isinstance(x, torch.Tensor):
+        return torch.full((4,), -1, dtype=torch.int64, device=device)
+    sizes = [*x.shape[:2], 0, 0][:2]
+    values = x.detach().reshape(-1)
+    if x.is_floating_point():
+        values = values.double() * 65536
+    values = values.to(torch.int64)
+    weights = torch.arange(1, x.numel() + 1, device=x.device) % 8191
+    sums = torch.stack([values.sum(), (values * weights).sum()])
+    return torch.cat([torch.tensor(sizes, device=device), sums.to(device)])
 
 
 _causal = functools.lru_cache(maxsize=16)(Mask.causal)
@@ -240,15 +256,31 @@ def _check_dense_mask(given: Any, mask: Mask) -> None:
     if not isinstance(given, torch.Tensor):
         return
     length = mask.seq_len
-    if given.shape[-2:] == (length, length) and given.dtype == torch.bool:
-        hidden = torch.ones(length, length, dtype=torch.bool, device=given.device).triu_(
-            1
-        )  # Megatron's True is hidden
-        if bool((given == hidden).all()):
-            return
+    if length > _LONGEST_DENSE:
+        raise UnsupportedError(
+            f"megacp: attention_mask of shape {tuple(given.shape)}: the data loader builds {length} x {length} values for each row, "
+            f"and above {_LONGEST_DENSE} tokens megacp does not read it through. Build none: "
+            "--no-create-attention-mask-in-dataloader (GPTDatasetConfig.create_attention_mask=False)."
+        )
+    if given.shape[-2:] == (length, length) and given.dtype == torch.bool and _is_causal(given):
+        return
     raise UnsupportedError(
         f"megacp: attention_mask of shape {tuple(given.shape)} is not plain causal, and a dense mask cannot be honoured over ranks. "
         "Keep documents apart with --megacp-documents eod or positions, and build no mask (--no-create-attention-mask-in-dataloader)."
+    )
+
+
+_LONGEST_DENSE = 32_768  # tokens; a mask of this takes 1 GiB a row
+
+
+def _is_causal(hidden: torch.Tensor) -> bool:
+    """Say whether a mask, True is hidden, hides exactly what comes later; by some rows at a time."""
+    length = hidden.shape[-1]
+    at = torch.arange(length, device=hidden.device)
+    step = max(1, (1 << 22) // length)
+    return all(
+        bool((hidden[..., i : i + step, :] == (at > at[i : i + step, None])).all())
+        for i in range(0, length, step)
     )
 
 

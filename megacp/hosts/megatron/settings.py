@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from megacp import comm
 from megacp.config import FLAGS
 from megacp.errors import UnsupportedError
 from megacp.groups import Group, as_group
 from megacp.hosts import limits
+from megacp.hosts.batches import Shared
 from megacp.hosts.hooks import Function
 from megacp.hosts.session import Session
 
@@ -131,6 +134,67 @@ def dataset_config(original: Function, session: Callable[[], Session]) -> Functi
             session().eod = eod
 
     return post_init
+
+
+def _is_shared(run: Session) -> bool:
+    """Say whether one rank reads the data of several."""
+    return run.config.broadcast_data == "on" and parallel_state().get_context_parallel_world_size() > 1
+
+
+def dataset_builder(original: Function, session: Callable[[], Session]) -> Function:
+    """Build data sets on the first rank of each context-parallel group only (--megacp-broadcast-data on)."""
+    signature = inspect.signature(original)
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        is_asked = given.arguments["is_built_on_rank"]
+        if _is_shared(session()):
+            given.arguments["is_built_on_rank"] = lambda: (
+                bool(is_asked()) and parallel_state().get_context_parallel_rank() == 0
+            )
+        original(*given.args, **given.kwargs)
+
+    return init
+
+
+def data_iterators(original: Function, session: Callable[[], Session]) -> Function:
+    """Hand the batches of the group's first rank to all its ranks (--megacp-broadcast-data on).
+
+    Raises: UnsupportedError where the host makes several validation sets.
+    """
+
+    def build_train_valid_test_data_iterators(*args: Any, **kwargs: Any) -> Any:
+        if not _is_shared(session()):
+            return original(*args, **kwargs)
+        settings = sys.modules["megatron.training.global_vars"].get_args()
+        for flag in ("full_validation", "multiple_validation_sets"):
+            if getattr(settings, flag, False):
+                raise UnsupportedError(
+                    f"megacp: --megacp-broadcast-data on is not offered with --{flag.replace('_', '-')}: how many validation batches "
+                    "there are is read from data that only one rank has. Leave one of the two away."
+                )
+        group = as_group(parallel_state().get_context_parallel_group())
+        own = original(*args, **kwargs)
+        there = torch.tensor([iterator is not None for iterator in own], dtype=torch.int64)
+        there = comm.all_gather(group, there.to(torch.cuda.current_device()), "which data there are")[0]
+        return tuple(
+            _shared(iterator, group) if is_there else None
+            for iterator, is_there in zip(own, there.tolist(), strict=True)
+        )
+
+    return build_train_valid_test_data_iterators
+
+
+def _shared(iterator: Any, group: Group) -> Any:
+    """Put the exchange below the host's own wrapper, which can go back over batches."""
+    module = sys.modules.get("megatron.core.rerun_state_machine")
+    wrapper = getattr(module, "RerunDataIterator", None)
+    if wrapper is None:
+        return Shared(iterator, group)
+    if isinstance(iterator, wrapper):
+        iterator.iterable = Shared(iterator.iterable, group)
+        return iterator
+    return wrapper(Shared(iterator, group))
 
 
 def initialize(original: Function, session: Callable[[], Session]) -> Function:

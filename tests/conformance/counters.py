@@ -1,0 +1,26 @@
+"""Run a script, printing what Megatron-LM counts for each step: floating point operations, and samples by the end of it.
+
+usage: counters.py SCRIPT ARGS...   (the script's own code stays as it is)
+"""
+
+import os
+import runpy
+import sys
+
+from megatron.training import global_vars, training
+
+count = training.num_floating_point_operations
+
+
+def counted(args, batch_size, *rest, **named):
+    operations = count(args, batch_size, *rest, **named)
+    if int(os.environ["RANK"]) == 0:
+        samples = global_vars.get_args().consumed_train_samples
+        print(f"counted: {operations:.0f} operations for {batch_size} samples, {samples} so far", flush=True)
+    return operations
+
+
+training.num_floating_point_operations = counted
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
