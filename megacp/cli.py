@@ -264,5 +264,6 @@ def _run_help() -> str:
             "",
             "environment:",
             "  MEGACP_TRACEBACK=1    show where a refusal was raised",
+            "  MEGACP_RECORD=FOLDER  write down what each step computes, as megacp verify does",
         ]
     )
