@@ -8,6 +8,7 @@ meaning.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -40,6 +41,8 @@ _QUERIES = (
     "transformer_engine.pytorch.attention.dot_product_attention.utils",
     "transformer_engine.pytorch.dot_product_attention.utils",
 )
+
+_ASKED = 4096  # tokens: the one packed sequence that the query of backends is asked about
 
 # Whether the log-sum-exp comes packed, [t, H, 1], or padded, [n, H, max_q, 1]: cuDNN decides, and shows it in the forward pass,
 # which runs before any backward pass.
@@ -182,7 +185,9 @@ def _multiple(size: int) -> int:
 
 
 def _is_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+    """Say whether PyTorch or the package's own environment variable asks for it, as its DotProductAttention does."""
+    allows = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    return torch.are_deterministic_algorithms_enabled() or not int(allows)
 
 
 def _library() -> Any:
@@ -217,21 +222,25 @@ def _backend(
         "qkv_layout": "thd_thd_thd",
         "num_heads": heads,
         "num_gqa_groups": kv_heads,
-        "max_seqlen_q": 4096,  # the answer depends on which is larger, and queries are never more than keys
-        "max_seqlen_kv": 4096,
+        "max_seqlen_q": _ASKED,  # the answer depends on which is larger, and queries are never more than keys
+        "max_seqlen_kv": _ASKED,
+        "num_tokens_q": _ASKED,  # 2.20 tries cuDNN's graph for so many packed tokens; its default is none
+        "num_tokens_kv": _ASKED,
         "head_dim_qk": head_dim,
         "head_dim_v": value_dim,
         "attn_mask_type": mask,
         "window_size": (-1, 0 if "causal" in mask else -1),
+        "bottom_right_diagonal": "bottom_right" in mask,  # as the calls have it, who leave it to the mask
         "core_attention_bias_requires_grad": False,
         "deterministic": deterministic,
     }
     answer = query.get_attention_backend(signatures.call(query.AttentionParams, **asked))
     is_offered, backend = answer[-1][1], answer[-3]  # the last item lists (flash, fused, unfused)
     if not is_offered or backend is None:
+        kind = " that is deterministic" if deterministic else ""
         return (
-            f"Transformer Engine offers no fused attention for packed sequences with mask {mask} in {dtype}, {heads} and {kv_heads} "
-            f"heads of sizes {head_dim} and {value_dim} on this device"
+            f"Transformer Engine offers no fused attention{kind} for packed sequences with mask {mask} in {dtype}, {heads} and "
+            f"{kv_heads} heads of sizes {head_dim} and {value_dim} on this device"
         )
     return backend
 

@@ -259,7 +259,7 @@ def aten_cudnn_backward(
 
 
 def transformer_engine(pads: bool, offers: bool = True) -> dict[str, dict[str, Any]]:
-    """Give the modules; ``pads``: the log-sum-exp is [n, H, max_q, 1] as with older cuDNN, not [t, H, 1]."""
+    """Give the modules; ``pads``: of older releases, with the log-sum-exp [n, H, max_q, 1], else of 2.20, with [t, H, 1]."""
 
     def sides(mask: str, max_q: int, max_k: int) -> tuple[int, int]:
         assert mask in ("padding", "padding_causal_bottom_right") and (max_q <= max_k or mask == "padding")
@@ -286,7 +286,7 @@ def transformer_engine(pads: bool, offers: bool = True) -> dict[str, dict[str, A
                 stats[i, :, : b - a, 0] = lse[:, a:b]
         return out, [stats, torch.zeros(2, dtype=torch.int64)]
 
-    def fused_attn_bwd(
+    def older_bwd(
         max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, dqkv_dtype, aux_ctx_tensors,
         fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
         qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", attn_bias_type="no_bias",
@@ -308,15 +308,42 @@ def transformer_engine(pads: bool, offers: bool = True) -> dict[str, dict[str, A
             *sides(attn_mask_type, max_seqlen_q, max_seqlen_kv), attn_scale,
         ), None  # fmt: skip
 
-    class AttentionParams(SimpleNamespace):
+    def fused_attn_bwd(
+        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
+        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None, dropout=0.0,
+        qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", qkv_scale_inv_format=None,
+        do_scale_inv_format=None, attn_bias_type="no_bias", attn_mask_type="padding", softmax_type="vanilla",
+        window_size=(-1, -1), bottom_right_diagonal=None, deterministic=False, cuda_graph=False,
+    ):  # fmt: skip
+        assert qkv_scale_inv_format is do_scale_inv_format is bottom_right_diagonal is None
+        return older_bwd(
+            max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, f"te.{q.dtype}",
+            aux_ctx_tensors, fused_attention_backend, cu_seqlens_q_padded, cu_seqlens_kv_padded, attn_scale, dropout,
+            qkv_layout, o_format, do_format, dqkv_layout, attn_bias_type, attn_mask_type, softmax_type, window_size,
+            deterministic,
+        )  # fmt: skip
+
+    class OlderParams(SimpleNamespace):
         def __init__(
             self, qkv_dtype=None, qkv_layout="", num_heads=0, num_gqa_groups=0, head_dim_qk=0, head_dim_v=0,
             max_seqlen_q=0, max_seqlen_kv=0, attn_mask_type="", window_size=None, deterministic=False,
         ):  # fmt: skip
-            super().__init__(head_dim_qk=head_dim_qk, layout=qkv_layout)
+            super().__init__(head_dim_qk=head_dim_qk, layout=qkv_layout, fits=True, deterministic=deterministic)
+
+    class AttentionParams(OlderParams):
+        def __init__(
+            self, qkv_dtype=None, qkv_layout="", num_heads=0, num_gqa_groups=0, head_dim_qk=0, head_dim_v=0,
+            max_seqlen_q=0, max_seqlen_kv=0, num_tokens_q=0, num_tokens_kv=0, attn_mask_type="", window_size=None,
+            bottom_right_diagonal=True, deterministic=False,
+        ):  # fmt: skip
+            super().__init__(qkv_layout=qkv_layout, head_dim_qk=head_dim_qk, deterministic=deterministic)
+            # It builds cuDNN's graph of what it is asked about: no tokens are no graph.
+            has_tokens = num_tokens_q >= max_seqlen_q > 0 and num_tokens_kv >= max_seqlen_kv > 0
+            self.fits = has_tokens and bottom_right_diagonal == ("bottom_right" in attn_mask_type)
 
     def get_attention_backend(params):
-        good = offers and params.head_dim_qk <= 128 and params.layout == "thd_thd_thd"
+        good = offers and params.head_dim_qk <= 128 and params.layout == "thd_thd_thd" and params.fits
+        good = good and not params.deterministic
         return False, None, good, 1 if good else None, False, [False, good, False]
 
     te = "transformer_engine.pytorch"
@@ -325,11 +352,11 @@ def transformer_engine(pads: bool, offers: bool = True) -> dict[str, dict[str, A
         "transformer_engine": {},
         f"{te}.cpp_extensions.fused_attn": {
             "fused_attn_fwd": fused_attn_fwd,
-            "fused_attn_bwd": fused_attn_bwd,
+            "fused_attn_bwd": older_bwd if pads else fused_attn_bwd,
         },
         f"{te}.constants": {"TE_DType": dtypes},
         f"{te}.attention.dot_product_attention.utils": {
-            "AttentionParams": AttentionParams,
+            "AttentionParams": OlderParams if pads else AttentionParams,
             "get_attention_backend": get_attention_backend,
         },
     }

@@ -526,6 +526,15 @@ def test_what_transformer_engine_does_not_offer_is_refused(
     assert "no fused attention for packed sequences with mask padding" in te.refuses(request(device="cpu"))
 
 
+def test_transformer_engine_is_asked_for_deterministic_gradients_by_its_own_variable_too(
+    engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    assert te.refuses(request(device="cpu")) is None
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert "no fused attention that is deterministic for packed" in te.refuses(request(device="cpu"))
+
+
 @dataclass(frozen=True)
 class _MoreOptions(Options):
     novelty: float = 0.0
