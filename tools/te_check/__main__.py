@@ -4,7 +4,7 @@
     python tools/te_check [--json FILE]         # where transformer-engine and megatron-core are installed
 
 Without a GPU, GPTs with Transformer Engine's attention between Megatron's own linear layers and norms train on CPU tensors with
-megacp's kernels (Transformer Engine's linear layers take none), and a GPT of its whole layers is built. With two GPUs
+megacp's kernels (Transformer Engine's linear layers take none), and a GPT of its whole layers is built. With a GPU, or two,
 the whole layers train too, with its kernels. Ends with status 1 if anything is not as it should be.
 """
 
@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # so that a clone need not be installed, also in the ranks
@@ -24,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # so that a clone need not be i
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from te_check import training  # noqa: E402
+from te_check import compiled, training  # noqa: E402
 
 from megacp.kernels import signatures  # noqa: E402
 from megacp.testing import cpu, ranks  # noqa: E402
@@ -62,10 +65,22 @@ def main() -> int:
     if not torch.cuda.is_available():
         cpu.install()
     checks: list[Check] = []
-    for part in (seams, signatures_found, lambda: trained(console), lambda: built(gpus)):
-        for check in part():
+
+    def note(found: Iterator[Check]) -> None:
+        for check in found:
             checks.append(check)
             console.print(f"{verdict(check)}  {check[0]}: {check[2]}", highlight=False)
+
+    note(seams())
+    note(signatures_found())
+    with mock.patch.dict(
+        os.environ, {"CUDA_VISIBLE_DEVICES": ""}
+    ):  # for the ranks: the same on every machine
+        note(through_python())
+        note(trained(console))
+        note(built())
+        ranks.shutdown()
+    note(on_gpus(gpus))
     show(checks, versions, gpus)
     if args.json:
         rows = [{"check": what, "holds": holds, "found": found} for what, holds, found in checks]
@@ -131,38 +146,70 @@ def compared(job: training.Job, found: list[training.Trained], right: training.T
         f"losses and every gradient of {training.STEPS} steps off by {worst:.0e}, relative",
     )
     first = found[0]
-    layers = " and ".join(first.methods)
-    yield f"{job.name}: methods of the layers", first.methods == job.expected, layers
-    own = first.own_forwards, first.own_context_parallel
+    layers = " and ".join(first.methods[: training.LAYERS])
+    are_right = first.methods == job.expected * training.STEPS
+    yield f"{job.name}: methods of the layers", are_right, layers
+    yield attended(job.name, first)
+
+
+def attended(what: str, found: training.Trained) -> Check:
+    """Say whose attention ran."""
+    own = found.own_forwards, found.own_context_parallel
     said = (
         f"Transformer Engine's own forward was called {own[0]} times, its context parallelism {own[1]} times"
     )
-    yield (
-        f"{job.name}: whose attention ran",
-        own == (0, 0) and first.ours > 0,
-        f"{said}, megacp {first.ours} times",
+    return (
+        f"{what}: whose attention ran",
+        own == (0, 0) and found.ours > 0,
+        f"{said}, megacp {found.ours} times",
     )
 
 
-def built(gpus: int) -> Iterator[Check]:
-    """Build a GPT of Transformer Engine's whole layers over two ranks; train it where there are two GPUs."""
-    is_cuda = gpus >= 2
-    found = ranks.run(training.whole, 2, is_cuda, timeout=600)[0]
+def through_python() -> Iterator[Check]:
+    """Run megacp's kernel through Transformer Engine's Python, up to the compiled functions."""
+    what = "kernel 'transformer_engine', up to the compiled functions"
+    try:
+        calls, worst = ranks.run(compiled.through_python, 1, timeout=300)[0]
+    except ranks.RanksError as error:
+        yield what, False, str(error)
+        return
+    took = ", ".join(f"{name} took its arguments {n} times" for name, n in calls.items())
+    yield what, worst <= 1e-2 and all(calls.values()), f"{took}; off by {worst:.0e}, relative, in bfloat16"
+
+
+def built() -> Iterator[Check]:
+    """Build a GPT of Transformer Engine's whole layers over two ranks, and set a group that is not the model's."""
+    layers = ranks.run(training.whole, 2, timeout=300)[0]
     yield (
         "a GPT of whole Transformer Engine layers, over 2 ranks",
-        found.layers == 2,
-        f"{found.layers} attention layers hooked",
+        layers == 2,
+        f"{layers} attention layers hooked",
     )
     refused = ranks.run(training.refused, 2, timeout=300)[0]
     yield "a group of other ranks, set on a layer", "refused" in refused, refused
-    if is_cuda:
-        yield (
-            "whole layers on two GPUs",
-            found.distance <= 2e-2,
-            f"gradients off by {found.distance:.0e}, relative, in bfloat16",
-        )
-    else:
-        yield "whole layers on two GPUs", True, f"left out: there are {gpus} GPUs"
+
+
+def on_gpus(gpus: int) -> Iterator[Check]:
+    """Train whole layers with Transformer Engine's kernels, over two GPUs, or on the one that there is."""
+    cp = min(gpus, 2)
+    if not cp:
+        yield "whole Transformer Engine layers on GPUs", True, "left out: there is no GPU"
+        return
+    what = f"whole Transformer Engine layers over {cp} GPU{'s' * (cp > 1)}"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = ranks.run(training.on_gpus, cp, f"{folder}/meeting", timeout=600)[0]
+        except ranks.RanksError as error:
+            yield what, False, str(error)
+            return
+    ranks.shutdown()
+    yield (
+        what,
+        found.off <= 2 * found.allowed,
+        f"loss and gradients in bfloat16 off those in float32 by {found.off:.0e}, relative, and Transformer Engine's own by "
+        f"{found.allowed:.0e}; kernel: {found.kernel}",
+    )
+    yield attended(what, found.trained)
 
 
 def show(checks: list[Check], versions: dict[str, str], gpus: int) -> None:

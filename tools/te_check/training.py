@@ -43,7 +43,7 @@ class Trained:
     """What a training left behind.
 
     Attributes:
-        losses: of each step. gradients: by step and parameter. methods: of the layers.
+        losses: of each step. gradients: by step and parameter. methods: by which megacp's attention went, call by call.
         own_forwards, own_context_parallel: calls of Transformer Engine's own. ours: calls of megacp's attention.
     """
 
@@ -56,11 +56,18 @@ class Trained:
 
 
 @dataclass
-class Whole:
-    """A GPT of whole Transformer Engine layers: how many attention layers are hooked, and how far off its gradients are."""
+class OnGPUs:
+    """One training step of whole Transformer Engine layers.
 
-    layers: int
-    distance: float = 0.0
+    Attributes:
+        kernel: whose attention ran. allowed: how far its own bfloat16 gradients are off its float32 ones. off: how far megacp's are.
+        trained: what megacp's step left behind.
+    """
+
+    kernel: str
+    allowed: float
+    off: float
+    trained: Trained
 
 
 def distance(a: Trained, b: Trained) -> float:
@@ -95,35 +102,52 @@ def train(job: Job) -> Trained:
                 with torch.no_grad():
                     parameter -= 0.5 * parameter.grad
                 parameter.grad = None
-        found.methods = (
-            [_method(layer.self_attention.core_attention) for layer in model.decoder.layers]
-            if job.hooked
-            else []
-        )
     return found
 
 
-def whole(on_gpus: bool) -> Whole:
-    """Build a GPT of whole layers of Transformer Engine; with GPUs, hold its gradients over two ranks against those of one."""
-    if not on_gpus:
-        from megacp.testing import cpu
+def whole() -> int:
+    """Build a GPT of whole layers of Transformer Engine over two ranks; return how many attention layers are hooked."""
+    from megacp.testing import cpu
 
-        cpu.install()
-        with _hooked(True, 2), _groups(2):
-            model = _model(2, ["p2p"], with_te=True, whole=True)
-            return Whole(sum(hasattr(module, "megacp_method") for module in model.modules()))
-    torch.cuda.set_device(dist.get_rank())
-    found = []
-    for cp in (1, 2):  # at size 1 each GPU trains alone, and the host is left as it is
-        with _hooked(cp > 1, cp), _groups(cp):
-            model = _model(cp, ["p2p"], with_te=True, whole=True, dtype=torch.bfloat16).cuda()
-            _step(model, 0, cp, cp > 1, device="cuda")
-            found.append({name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None})
-            layers = sum(hasattr(module, "megacp_method") for module in model.modules())
-    alone, split = found
-    return Whole(
-        layers, max(float((split[n] - g).norm() / g.norm().clamp(min=1e-30)) for n, g in alone.items())
-    )
+    cpu.install()
+    with _hooked(True, 2), _groups(2):
+        model = _model(2, ["p2p"], with_te=True, whole=True)
+        return sum(hasattr(module, "megacp_method") for module in model.modules())
+
+
+def on_gpus(meeting: str) -> OnGPUs:
+    """Train whole layers on one GPU a rank: Transformer Engine alone in float32 and bfloat16, then megacp over all ranks in bfloat16.
+
+    Args: meeting: a file that does not exist yet, for the ranks to meet at.
+    """
+    from megacp.kernels import Options, Request, transformer_engine
+
+    rank, cp = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    dist.destroy_process_group()  # it is gloo's, which sends no GPU's tensors
+    dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=cp)
+    right = _whole_step(1, torch.float32)
+    own = _whole_step(1, torch.bfloat16)
+    request = Request("cuda", torch.bfloat16, 4, 2, 16, 16, Options(0.25))
+    reason = transformer_engine.refuses(request)
+    kernel = "transformer_engine" if reason is None else "auto"
+    ours = _whole_step(cp, torch.bfloat16, kernel)
+    used = kernel if reason is None else f"auto's choice, as {reason}"
+    return OnGPUs(used, distance(own, right), distance(ours, right), ours)
+
+
+def _whole_step(cp: int, dtype: torch.dtype, kernel: str = "") -> Trained:
+    """Take one step; a kernel means that megacp is hooked."""
+    found, hooked = Trained(), bool(kernel)
+    with (
+        _hooked(hooked, cp, kernel or "auto"),
+        _groups(cp),
+        _counted(found) if hooked else contextlib.nullcontext(),
+    ):
+        model = _model(cp, ["p2p"], with_te=True, whole=True, dtype=dtype).cuda()
+        found.losses.append(_step(model, 0, cp, hooked, device="cuda"))
+        found.gradients = {n: p.grad.float().cpu() for n, p in model.named_parameters() if p.grad is not None}
+    return found
 
 
 def refused() -> str:
@@ -147,13 +171,13 @@ def refused() -> str:
 
 
 @contextlib.contextmanager
-def _hooked(wanted: bool, cp: int) -> Iterator[None]:
+def _hooked(wanted: bool, cp: int, kernel: str = "auto") -> Iterator[None]:
     """Install megacp. On one rank it is in force only where documents are kept apart, so positions are watched there."""
     import megacp
     from megacp.config import Config
 
     if wanted:
-        megacp.install(Config(report="off", documents="off" if cp > 1 else "positions"))
+        megacp.install(Config(report="off", documents="off" if cp > 1 else "positions", kernel=kernel))
     try:
         yield
     finally:
@@ -186,6 +210,8 @@ def _counted(found: Trained) -> Iterator[None]:
     def counting(original: Any, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             setattr(found, name, getattr(found, name) + 1)
+            if name == "ours":
+                found.methods.append(kwargs["method"])
             return original(*args, **kwargs)
 
         return call
@@ -258,13 +284,6 @@ def _regroup(model: Any, method: str) -> None:
         )
 
 
-def _method(module: Any) -> str:
-    """Return the method that a layer attends by, under the name that it was given by."""
-    if getattr(module, "cp_group", None) is not None:
-        return str(module.cp_comm_type)
-    return str(module.megacp_method)
-
-
 def _step(model: Any, step: int, cp: int, hooked: bool, device: str = "cpu") -> float:
     """Run one forward and backward pass; gradients are averaged over the group, as the host's data parallelism does."""
     make = torch.Generator().manual_seed(10 + step)
@@ -280,4 +299,4 @@ def _step(model: Any, step: int, cp: int, hooked: bool, device: str = "cpu") -> 
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= cp
-    return float(loss)
+    return float(loss.detach())
