@@ -328,7 +328,9 @@ def transformer_engine(pads: bool, offers: bool = True) -> dict[str, dict[str, A
             self, qkv_dtype=None, qkv_layout="", num_heads=0, num_gqa_groups=0, head_dim_qk=0, head_dim_v=0,
             max_seqlen_q=0, max_seqlen_kv=0, attn_mask_type="", window_size=None, deterministic=False,
         ):  # fmt: skip
-            super().__init__(head_dim_qk=head_dim_qk, layout=qkv_layout, fits=True, deterministic=deterministic)
+            super().__init__(
+                head_dim_qk=head_dim_qk, layout=qkv_layout, fits=True, deterministic=deterministic
+            )
 
     class AttentionParams(OlderParams):
         def __init__(

@@ -5,7 +5,7 @@
 
 Without a GPU, GPTs with Transformer Engine's attention between Megatron's own linear layers and norms train on CPU tensors with
 megacp's kernels (Transformer Engine's linear layers take none), and a GPT of its whole layers is built. With a GPU, or two,
-the whole layers train too, with its kernels. Ends with status 1 if anything is not as it should be.
+the whole layers train too, with its kernels. Ends with status 1 if anything is not as it should be, and 2 if a package is missing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,13 @@ def main() -> int:
     args = parser.parse_args()
     console = Console(stderr=True)
     packages = ("torch", "transformer-engine", "megatron-core")
-    versions = {name: metadata.version(name) for name in packages}
+    try:
+        versions = {name: metadata.version(name) for name in packages}
+    except metadata.PackageNotFoundError as error:
+        console.print(
+            f"te_check: {error.name} is not installed here. bash tools/te_check/run.sh makes an environment with all."
+        )
+        return 2
     gpus = torch.cuda.device_count()
     if not torch.cuda.is_available():
         cpu.install()
