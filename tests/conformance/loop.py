@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ def train_here(argv: list[str], settings: dict[str, Any] | None) -> list[dict[st
     from megacp.testing import cpu
 
     cpu.install()
+    # Megatron writes checkpoints with processes of its own, which python denies to the daemons that a pool's workers are.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     megacp.uninstall()
     if settings is not None:
         megacp.install(Config(report="off", **settings))

@@ -241,3 +241,18 @@ def test_hooked_once_and_taken_out_again_leaves_no_trace(trainings: Trainings) -
     trainings.done.pop(next(k for k in trainings.done if "False" in k and len(k) == 3))
     after = trainings.run(hooked=False)
     assert differences(before, after) == {"loss": 0.0, "grad_norm": 0.0, "parameter": 0.0}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_d42_a_checkpoint_of_one_size_goes_on_at_another_as_if_never_stopped_float64(
+    trainings: Trainings, before: int, after: int, tmp_path: Path
+) -> None:
+    whole = trainings.run(documents="eod")
+    folder, half = str(tmp_path), str(STEPS // 2)
+    saved = trainings.run(
+        *cp(before), "--save", folder, "--exit-interval", half, ranks_used=before, documents="eod"
+    )
+    resumed = trainings.run(*cp(after), "--load", folder, ranks_used=after, documents="eod")
+    assert [r["iteration"] for r in (*saved.records, *resumed.records)] == [*range(1, STEPS + 1)]
+    found = differences(Run(whole.records[STEPS // 2 :], whole.parameters), resumed)
+    assert max(found.values()) <= 1e-9, found

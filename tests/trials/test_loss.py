@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megacp
 from megacp import Layout, Mask
@@ -216,6 +217,69 @@ def test_d43_evaluation_gives_the_loss_of_training_at_every_size(cp_size):
     for evaluated, together, trained in ranks.run(_evaluate, cp_size, [[0, 1, 2, 5], [13]]):
         assert evaluated == [3.0, 14.0] and together == 26 / 5
         assert abs(trained - evaluated[0]) <= 1e-12
+
+
+# -- D44: the displayed loss beside tensor parallelism (torchtitan#3329, #3280) ------------------------------------------
+
+
+def _beside_tensor_parallel(tp, cp):
+    """Ranks are numbered tensor-parallel first, as in Megatron: those that share a sequence are tp apart."""
+    groups = [dist.new_group(list(range(first, tp * cp, tp))) for first in range(tp)]
+    group, rank = groups[dist.get_rank() % tp], dist.get_rank() // tp
+    layout = Layout.zigzag(16, cp)
+    local = layout.shard(torch.arange(1.0, 17.0, dtype=torch.float64)[None], rank)
+    return float(megacp.masked_mean(local, layout.shard(_weights([0, 1, 2, 5]), rank), group=group))
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_d44_the_displayed_loss_is_the_same_beside_tensor_parallelism(tp, cp):
+    assert ranks.run(_beside_tensor_parallel, tp * cp, tp, cp) == [3.0] * (tp * cp)
+
+
+# -- D70: logits of the full sequence (SkyRL#1751, NeMo RL#4222) ---------------------------------------------------------
+
+
+class _Watched(TorchDispatchMode):
+    """Note the bytes of the largest new tensor that any operation gives."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.numel() * x.element_size())
+        return out
+
+
+def _big_logits(seq_len, vocabulary):
+    """Loss and per-token log-probabilities of big logits; what megacp sends and makes is noted, forward and backward."""
+    layout, rank = Layout.zigzag(seq_len, dist.get_world_size()), dist.get_rank()
+    generator = torch.Generator().manual_seed(5)
+    logits = layout.shard(torch.randn(1, seq_len, vocabulary, generator=generator), rank).requires_grad_()
+    labels = torch.randint(0, vocabulary, (1, seq_len), generator=generator)
+    weights = (torch.arange(seq_len) % 3 > 0).float()[None]
+    local = layout.shard({"labels": labels}["labels"], rank)
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), local, reduction="none")
+    cut = losses.detach().requires_grad_()
+    with _Watched() as watched:
+        loss = megacp.masked_mean(cut, layout.shard(weights, rank))
+        log_probs = -megacp.gather(cut, layout)
+        (loss + 0 * log_probs.sum()).backward()
+    losses.backward(cut.grad)
+    norm = logits.grad.double().square().sum()
+    dist.all_reduce(norm)
+    return float(loss.detach()), log_probs.detach(), float(norm) / dist.get_world_size() ** 2, watched.largest
+
+
+def test_d70_only_token_sized_tensors_are_made_and_sent_however_big_the_logits_are():
+    seq_len, vocabulary = 512, 3000
+    ((loss, log_probs, norm, _),) = ranks.run(_big_logits, 1, seq_len, vocabulary)
+    for found, probs, squares, largest in ranks.run(_big_logits, 4, seq_len, vocabulary):
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert torch.allclose(probs, log_probs, rtol=1e-6)
+        assert squares == pytest.approx(norm, rel=1e-5)
+        assert 0 < largest <= 8 * seq_len  # bytes; local logits are 375 times that
 
 
 # -- the same kind, other faces ------------------------------------------------------------------------------------------

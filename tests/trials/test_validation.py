@@ -228,6 +228,10 @@ def test_d76_keys_of_another_length_than_the_queries_are_refused():
     _refused(2, ["cache"], cache=24)
 
 
+def test_d76_one_query_against_a_sequence_of_keys_is_refused():
+    _refused(2, ["cache"], layout=Layout.contiguous(2, 2), mask=Mask.causal(2), cache=24)
+
+
 # -- the oracle that all of this stands on -------------------------------------------------------------------------------
 
 

@@ -341,3 +341,55 @@ def test_the_last_label_of_each_document_is_masked_wherever_the_mask_is(host: An
     else:
         assert zeros is None and (1 - seen).tolist() == [ends]
     assert host.run.loss_mask is None
+
+
+# -- D45: a metric that shares memory with a loss which the schedule rescales in place (AMD-AGI/Primus#1079) -------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("runs_the_model", [True, False])
+def test_d45_a_metric_that_is_a_view_of_the_loss_is_not_rescaled(
+    host: Any, micro_batches: int, runs_the_model: bool
+) -> None:
+    """A sum of 12 over 4 tokens; the schedule multiplies the first value in place by cp and divides it by the micro-batches."""
+    metrics: list[dict[str, Any]] = []
+
+    def loss_func(output: torch.Tensor) -> tuple[Any, ...]:
+        loss = output.sum()
+        metrics.append({"lm loss": (loss.detach(), torch.tensor(4))})
+        return loss, torch.tensor(4, dtype=torch.int), metrics[-1]
+
+    def rescaled(outputs: Any, size: int, parts: int) -> torch.Tensor:
+        loss: torch.Tensor = outputs[0]
+        loss.div_(outputs[1]).mul_(size).div_(parts)
+        return loss
+
+    def forward_step(
+        forward_step_func: Any, num_microbatches: int, forward_data_store: Any, config: Any
+    ) -> Any:
+        output, calc = forward_step_func()
+        loss = rescaled(calc(output), host.state.get_context_parallel_world_size(), num_microbatches)
+        return [loss], None
+
+    def forward_step_calc_loss(
+        output_tensor: Any,
+        loss_func: Any,
+        config: Any,
+        num_microbatches: int,
+        forward_data_store: Any,
+        cp_group_size: int,
+    ) -> Any:
+        return rescaled(loss_func(output_tensor), cp_group_size, num_microbatches), None
+
+    config = types.SimpleNamespace(calculate_per_token_loss=False)
+    x = torch.tensor([5.0, 7.0], requires_grad=True)
+    for _ in range(micro_batches):
+        if runs_the_model:
+            hooked = loss_scale(forward_step, lambda: host.run)
+            loss = hooked(lambda: (x * 1, loss_func), micro_batches, [], config)[0][0]
+        else:
+            hooked = loss_scale(forward_step_calc_loss, lambda: host.run)
+            loss = hooked(x * 1, loss_func, config, micro_batches, [], CP)[0]
+        loss.backward()
+    assert all(float(m["lm loss"][0] / m["lm loss"][1]) == 3.0 for m in metrics)
+    assert x.grad is not None and torch.allclose(x.grad, torch.full((2,), 1 / 4))

@@ -99,8 +99,8 @@ def _calc_loss(original: Function, session: Callable[[], Session]) -> Function:
             key = len(outputs), cp
             if key not in measured:
                 measured[key] = _multiplier(original, signature, values, len(outputs))
-            factor = measured[key]
-            return outputs if factor == 1 else (outputs[0] / factor, *outputs[1:])
+            # A copy, too: schedules divide in place, and a metric may be a view of the loss.
+            return outputs[0] / measured[key], *outputs[1:]
 
         values["loss_func"] = whole_loss
         return original(*given.args, **given.kwargs)
@@ -156,7 +156,10 @@ def _forward_step(original: Function, session: Callable[[], Session]) -> Functio
                 def whole_loss(*loss_args: Any, **loss_named: Any) -> Any:
                     begin()
                     outputs = loss_func(*loss_args, **loss_named)
-                    if not is_checked and _is_loss(outputs, loss_named):
+                    if not _is_loss(outputs, loss_named):
+                        return outputs
+                    outputs = (outputs[0] * 1, *outputs[1:])  # a metric may be a view of the loss
+                    if not is_checked:
                         losses.append(
                             (outputs[0].detach().clone(), *outputs[1:])
                         )  # the schedule divides in place
