@@ -215,7 +215,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     published, figures, bounds = table_of(published_lengths(), options.sizes, options.draws)
-    library, _, _ = table_of(library_lengths(), options.sizes, max(options.draws // 4, 3))
+    library, _, _ = table_of(library_lengths(), options.sizes, options.draws)
     shown = PICTURED if PICTURED in options.sizes else options.sizes[-1]
     picture(figures[shown], bounds[shown], shown, options.out / "balance.png")
     (options.out / "balance.md").write_text(
