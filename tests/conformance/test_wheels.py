@@ -60,7 +60,9 @@ def old(
     request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trainings]:
     """Train on one old version: it comes first on the workers' path."""
-    place = unpacked(request.param, request.config.cache.mkdir("megatron-core"))
+    cache = getattr(request.config, "cache", None)  # pytest can be told to keep none
+    folder = cache.mkdir("megatron-core") if cache is not None else tmp_path_factory.mktemp("megatron-core")
+    place = unpacked(request.param, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(place)
         ranks.shutdown()
