@@ -45,6 +45,25 @@ def rotary(original: Function, session: Callable[[], Session]) -> Function:
     return forward
 
 
+def multimodal_rotary(original: Function, session: Callable[[], Session]) -> Function:
+    """Make the table of the position ids given, which are the rank's own already."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = session()
+        group, handle = cp_group(self), getattr(self, "cp_group", None)
+        if group.size == 1 or run.split is None:
+            return original(self, *args, **kwargs)
+        kwargs.pop("cp_group", None)
+        try:
+            self.cp_group = None
+            with one_rank(run):
+                return original(self, *args[:2], **kwargs)
+        finally:
+            self.cp_group = handle
+
+    return forward
+
+
 def _whole_table(module: Any, run: Session, original: Function, given: inspect.BoundArguments) -> Any:
     """Ask a host that cannot be asked for the table of the whole sequence, as if one rank held it."""
     group = getattr(module, "cp_group", None)
@@ -61,8 +80,13 @@ def _whole_table(module: Any, run: Session, original: Function, given: inspect.B
 def attention_init(original: Function, session: Callable[[], Session]) -> Function:
     """Build the host's attention as for one rank; the group is our business."""
     signature = inspect.signature(original)
+    unknown = {"k_channels", "v_channels"} - signature.parameters.keys()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if unknown & kwargs.keys() and session().is_in_force(_cp_of(args, kwargs)):
+            kwargs = {
+                name: value for name, value in kwargs.items() if name not in unknown
+            }  # ours needs no sizes
         given = signature.bind(self, *args, **kwargs)
         config = given.arguments["config"]
         alone = copy.copy(config)
@@ -75,11 +99,17 @@ def attention_init(original: Function, session: Callable[[], Session]) -> Functi
         number = given.arguments["layer_number"]
         self.megacp_window = _window(config, number)
         names = limits.comm_types(config)
-        self.megacp_method = names[number - 1] if len(names) > 1 else names[0]
+        self.megacp_method = names[
+            min(number, len(names)) - 1
+        ]  # layers of multi-token prediction come after the last
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
         self.megacp_hierarchy = tuple(sizes) if sizes and _has_levels(self.megacp_method) else None
 
     return init
+
+
+def _cp_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int((args[0] if args else kwargs["config"]).context_parallel_size)
 
 
 def attention_forward(original: Function, session: Callable[[], Session]) -> Function:
