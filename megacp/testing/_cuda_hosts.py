@@ -159,6 +159,30 @@ def _router(changes: Changes, module: ModuleType) -> str:
     return "the router multiplies with torch"
 
 
+def _latent(changes: Changes, module: ModuleType) -> str:
+    """Say that Transformer Engine is not there: its wrapper can be imported without it, and names no class."""
+    if getattr(module, "TELinear", None) is None and getattr(module, "HAVE_TE", False):
+        changes.attribute(module, "HAVE_TE", False)
+    return "multi-latent attention asks for no class of Transformer Engine"
+
+
+def _attention(changes: Changes, module: ModuleType) -> str:
+    """Let Megatron's own attention take values of another size than keys, as multi-latent attention has them."""
+    attention = module.DotProductAttention
+    original = attention.__init__
+    if "v_channels" in inspect.signature(original).parameters:
+        return "left as it is"
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if v_channels is not None:  # its output is viewed as [S, B, this]
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    changes.attribute(attention, "__init__", init)
+    return "attention takes values of another size than keys"
+
+
 def _fp8(changes: Changes, module: ModuleType) -> str:
     """Quantize nothing without complaint: the distributed optimizer asks for it with an empty list too."""
     original = getattr(module, "_quantize_param_shard_impl", None)
@@ -290,7 +314,9 @@ _PATCHES: dict[str, Callable[[Changes, ModuleType], str]] = {
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _yarn,
     "megatron.core.optimizer.distrib_optimizer": _torch_adam,
     "megatron.core.tensor_parallel.random": _recompute,
+    "megatron.core.transformer.dot_product_attention": _attention,
     "megatron.core.transformer.moe.moe_utils": _router,
+    "megatron.core.transformer.multi_latent_attention": _latent,
     "megatron.core.transformer.torch_layer_norm": _torch_layer_norm,
     "megatron.core.transformer.torch_norm": _torch_norm,
     "megatron.fused_kernels": _fused_kernels,

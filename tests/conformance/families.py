@@ -130,9 +130,11 @@ def _model(step: Step) -> tuple[Any, Any]:
     }
     is_mla = step.settings.get("multi_latent_attention", False)
     settings = {**plain, **step.settings}
-    rotary = settings.pop("model_rope", {})
     kind = MLATransformerConfig if is_mla else TransformerConfig
     config = kind(**{name: value for name, value in settings.items() if name in kind.__dataclass_fields__})
+    for name, value in settings.items():
+        if not hasattr(config, name):
+            setattr(config, name, value)
     layer, prediction = _specs(config)
     model = GPTModel(
         config,
@@ -143,7 +145,6 @@ def _model(step: Step) -> tuple[Any, Any]:
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type=step.position,
         mtp_block_spec=prediction if parallel_state.is_pipeline_last_stage() else None,
-        **rotary,
     ).double()
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(_global_name(model, step, name).encode()))
@@ -154,31 +155,16 @@ def _model(step: Step) -> tuple[Any, Any]:
 
 
 def _specs(config: Any) -> tuple[Any, Any]:
-    """Return the layers' spec and that of multi-token prediction, with an attention that takes the sizes of MLA on one rank too."""
+    """Return the specs of the layers and of multi-token prediction."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    for spec in block.layer_specs:
-        inner = spec.submodules.self_attention.submodules
-        inner.core_attention = _attention_of_any_size()
     prediction = None
     if config.mtp_num_layers:
         prediction = gpt_layer_specs.get_gpt_mtp_block_spec(
             config, block.layer_specs[-1], use_transformer_engine=False
         )
     return block, prediction
-
-
-def _attention_of_any_size() -> type:
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class AnySize(DotProductAttention):  # type: ignore[misc]
-        """Megatron's attention for values of the size that its configuration has, and keys of any size."""
-
-        def __init__(self, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-
-    return AnySize
 
 
 def _global_name(model: Any, step: Step, name: str) -> str:
@@ -292,8 +278,8 @@ def _clear_logs() -> None:
     if prediction is not None:
         prediction.MTPLossLoggingHelper.tracker.clear()
     moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    if moe is not None and hasattr(moe, "clear_aux_losses_tracker"):
-        moe.clear_aux_losses_tracker()
+    if moe is not None and hasattr(moe, "get_moe_layer_wise_logging_tracker"):
+        moe.get_moe_layer_wise_logging_tracker().clear()
 
 
 def _logs(step: Step) -> dict[str, list[float]]:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,24 +67,28 @@ def measure_scales(step: Callable[[Any], Any], config: Any) -> dict[str, float]:
     changed.num_moe_experts = changed.mtp_num_layers = 1
     for name in ("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"):
         setattr(changed, name, None)
-    scalers = [
-        (name, getattr(sys.modules[module], name))
+    with _no_scale_set() as scalers:
+        step(changed)
+        found = {name: scaler.main_loss_backward_scale for name, scaler in scalers.items()}
+    return {name: float(scale) for name, scale in found.items() if scale is not None}
+
+
+@contextmanager
+def _no_scale_set() -> Iterator[dict[str, Any]]:
+    """Give the host's scalers by name, without a scale; put their scales back at the end."""
+    scalers = {
+        name: getattr(sys.modules[module], name)
         for name, module in _SCALERS.items()
         if hasattr(sys.modules.get(module), name)
-    ]
-    before = [(scaler, scaler.main_loss_backward_scale) for _, scaler in scalers]
+    }
+    before = {name: scaler.main_loss_backward_scale for name, scaler in scalers.items()}
     try:
-        for _, scaler in scalers:
+        for scaler in scalers.values():
             scaler.main_loss_backward_scale = None
-        step(changed)
-        return {
-            name: float(scaler.main_loss_backward_scale)
-            for name, scaler in scalers
-            if scaler.main_loss_backward_scale is not None
-        }
+        yield scalers
     finally:
-        for scaler, value in before:
-            scaler.main_loss_backward_scale = value
+        for name, scaler in scalers.items():
+            scaler.main_loss_backward_scale = before[name]
 
 
 def router_z_loss(original: Function, session: Callable[[], Session]) -> Function:
@@ -114,7 +119,7 @@ def _counts_one_rank(router: Any, apply_z_loss: Function) -> bool:
 
     def gradient(rows: int, per_token: bool) -> float:
         probe.calculate_per_token_loss = probe.config.calculate_per_token_loss = per_token
-        with torch.enable_grad():
+        with torch.enable_grad(), _no_scale_set():
             logits = torch.zeros(
                 rows, 3, dtype=torch.float64, device=router.weight.device, requires_grad=True
             )
