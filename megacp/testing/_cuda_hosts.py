@@ -161,9 +161,17 @@ def _router(changes: Changes, module: ModuleType) -> str:
 
 def _latent(changes: Changes, module: ModuleType) -> str:
     """Say that Transformer Engine is not there: its wrapper can be imported without it, and names no class."""
-    if getattr(module, "TELinear", None) is None and getattr(module, "HAVE_TE", False):
+    if not isinstance(getattr(module, "TELinear", None), type) and getattr(module, "HAVE_TE", False):
         changes.attribute(module, "HAVE_TE", False)
     return "multi-latent attention asks for no class of Transformer Engine"
+
+
+def _inference_layers(changes: Changes, module: ModuleType) -> str:
+    """Put empty classes in the place of what derives from Transformer Engine's: Megatron asks what is an instance of them."""
+    for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+        if not isinstance(getattr(module, name, None), type):
+            changes.attribute(module, name, type(name, (), {}))
+    return "layers for inference are classes"
 
 
 def _attention(changes: Changes, module: ModuleType) -> str:
@@ -314,6 +322,7 @@ _PATCHES: dict[str, Callable[[Changes, ModuleType], str]] = {
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _yarn,
     "megatron.core.optimizer.distrib_optimizer": _torch_adam,
     "megatron.core.tensor_parallel.random": _recompute,
+    "megatron.core.tensor_parallel.inference_layers": _inference_layers,
     "megatron.core.transformer.dot_product_attention": _attention,
     "megatron.core.transformer.moe.moe_utils": _router,
     "megatron.core.transformer.multi_latent_attention": _latent,
