@@ -6,6 +6,7 @@ hooked on one rank, in float64; gradients are what the host's optimizer would ge
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import traceback
@@ -28,7 +29,8 @@ class Step:
         settings: of TransformerConfig, beyond the plain ones. position: its position_embedding_type.
         rows, samples: of a micro-batch, and of the global batch. seq: tokens of a row.
         documents: megacp's setting. pads: so many tokens at the end of each row are padding, and masked.
-        bias: added to one expert's logits, to leave others without tokens.
+        apart: each document of a sample is a micro-batch of its own, the oracle of documents that are kept apart.
+        starved: the last expert gets no token.
     """
 
     hooked: bool = True
@@ -45,6 +47,8 @@ class Step:
     mask: str = "random"
     pads: int = 0
     layout: str = "auto"
+    apart: bool = False
+    starved: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -151,6 +155,10 @@ def _model(step: Step) -> tuple[Any, Any]:
         with torch.no_grad():
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(values * 0.2 + ("norm" in name and name.endswith("weight")))
+    if step.starved:
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer[-1] = -10
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model), config
 
 
@@ -208,6 +216,19 @@ def sample(step: Step, number: int) -> dict[str, torch.Tensor]:
     }
 
 
+def documents(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Cut a sample of one row into its documents, whose last labels count for nothing."""
+    (ids,) = batch["input_ids"]
+    stops = [at + 1 for at in (ids == EOD).nonzero().flatten().tolist()]
+    borders = sorted({0, *stops, len(ids)})
+    out = []
+    for start, stop in itertools.pairwise(borders):
+        part = {name: value[..., start:stop].clone() for name, value in batch.items()}
+        part["loss_mask"][..., -1] = 0
+        out.append(part)
+    return out
+
+
 def _one_step(step: Step, model: Any, config: Any) -> Found:
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
@@ -216,8 +237,10 @@ def _one_step(step: Step, model: Any, config: Any) -> Found:
     config.finalize_model_grads_func = finalize_model_grads
     _clear_logs()
     mine = range(parallel_state.get_data_parallel_rank(), step.samples // step.rows, step.dp)
-    data = iter([sample(step, number) for number in mine])
-    hidden = torch.ones(step.seq, step.seq, dtype=torch.bool).triu(1)[None, None]
+    batches = [sample(step, number) for number in mine]
+    if step.apart:
+        batches = [part for batch in batches for part in documents(batch)]
+    data = iter(batches)
 
     def count(mask: torch.Tensor, output: torch.Tensor) -> Any:
         total, tokens = (output * mask).sum(), mask.sum().to(torch.int)
@@ -226,6 +249,8 @@ def _one_step(step: Step, model: Any, config: Any) -> Found:
     def forward(iterator: Any, chunk: Any) -> Any:
         batch = next(iterator)
         inner = chunk.module
+        length = batch["labels"].shape[-1]
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         more = {"padding_mask": batch["padding_mask"]} if step.pads else {}
         output = chunk(
             batch["input_ids"] if inner.pre_process or inner.mtp_process else None,
@@ -243,7 +268,7 @@ def _one_step(step: Step, model: Any, config: Any) -> Found:
         forward_step_func=forward,
         data_iterator=data,
         model=[model],
-        num_microbatches=len(mine),
+        num_microbatches=len(batches),
         seq_length=step.seq,
         micro_batch_size=step.rows,
         forward_only=False,
@@ -278,8 +303,11 @@ def _clear_logs() -> None:
     if prediction is not None:
         prediction.MTPLossLoggingHelper.tracker.clear()
     moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    if moe is not None and hasattr(moe, "get_moe_layer_wise_logging_tracker"):
+    if hasattr(moe, "get_moe_layer_wise_logging_tracker"):
         moe.get_moe_layer_wise_logging_tracker().clear()
+    later = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if hasattr(later, "get_moe_metrics_tracker"):
+        later.get_moe_metrics_tracker()._metrics.clear()
 
 
 def _logs(step: Step) -> dict[str, list[float]]:
