@@ -93,6 +93,7 @@ def _arguments(changes: Changes, module: ModuleType) -> str:
 
 # Modules that import triton whether it is there or not, for kernels that run only when they are asked for.
 _IMPORT_TRITON = (
+    "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
     "megatron.core.ssm.ops.common.causal_conv1d_varlen",
     "megatron.core.ssm.ops.mamba2.batch_invariant_decode",
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",

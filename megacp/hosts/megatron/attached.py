@@ -179,7 +179,7 @@ def refused_layer(original: Function, session: Callable[[], Session]) -> Functio
     signature = inspect.signature(original)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = signature.bind(self, *args, **kwargs).arguments["config"]
+        config = signature.bind_partial(self, *args, **kwargs).arguments["config"]
         cp = config.context_parallel_size
         if session().is_in_force(cp):
             raise UnsupportedError(
