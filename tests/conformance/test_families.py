@@ -156,3 +156,69 @@ def test_loss_norm_and_every_gradient_are_those_of_one_rank(found: Any, name: st
     for key, values in one.logged.items():
         if not CASES[name][0].apart:
             torch.testing.assert_close(torch.tensor(two.logged[key]), torch.tensor(values), rtol=1e-6, atol=0)
+
+
+def balance(pads: int) -> float:
+    """Route 8 tokens, {0, 1, 6, 7} to expert 0 and {2, 3, 4, 5} to expert 1, and pads to expert 3; zigzag puts those on one rank each.
+
+    Returns the balance loss over all ranks. Gradients are held by the models above.
+    """
+    import torch.distributed as dist
+
+    import megacp
+    from megacp import Layout
+    from megacp.config import Config
+    from megacp.testing import cpu
+
+    cpu.install()
+    megacp.install(Config(report="off"))
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    cp, rank = dist.get_world_size(), dist.get_rank()
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    try:
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=4,
+            num_attention_heads=1,
+            num_moe_experts=4,
+            moe_router_topk=1,
+            moe_router_pre_softmax=True,
+            moe_aux_loss_coeff=1.0,
+            moe_router_load_balancing_type="aux_loss",
+            moe_router_dtype="fp64",
+            context_parallel_size=cp,
+            params_dtype=torch.float64,
+            use_cpu_initialization=True,
+            add_bias_linear=False,
+        )
+        router = TopKRouter(config, ProcessGroupCollection.use_mpu_process_groups())
+        router.set_layer_number(1)
+        experts = [0, 0, 1, 1, 1, 1, 0, 0]
+        experts = [*experts[:4], *[3] * pads, *experts[4:]]
+        tokens = torch.nn.functional.one_hot(torch.tensor(experts), 4).double()[:, None] * 100
+        layout = Layout.zigzag(len(experts), cp)
+        local = layout.shard(tokens, rank, dim=0)
+        padding = layout.shard(torch.tensor(experts)[:, None] == 3, rank, dim=0) if pads else None
+        with torch.no_grad():
+            router.weight.copy_(torch.eye(4))
+        get_moe_layer_wise_logging_tracker().clear()
+        router(local, padding_mask=padding)
+        value = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"].double()
+        dist.all_reduce(value)
+        return float(value)
+    finally:
+        parallel_state.destroy_model_parallel()
+        megacp.uninstall()
+
+
+@pytest.mark.parametrize("pads", [0, 4])
+def test_D16_D17_the_balance_loss_of_two_even_experts_is_2_whoever_holds_their_tokens_and_without_padding(
+    pads: int,
+) -> None:
+    for world in (1, 2):
+        assert ranks.run(balance, world, pads) == pytest.approx([2.0] * world, rel=1e-6)
