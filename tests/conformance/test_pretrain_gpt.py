@@ -46,7 +46,7 @@ LEARNED = ("--position-embedding-type", "learned_absolute")
 
 EXPERTS = shlex.split("""
 --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01
---moe-token-dispatcher-type alltoall --disable-bias-linear
+--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --disable-bias-linear
 """)
 LATENT = shlex.split("""
 --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8
@@ -73,7 +73,7 @@ CONFIGURATIONS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...], int, str]
     "tp2 cp2, sequence parallel": ((*TP2, "--sequence-parallel"), 2, CP2, 4, ""),
     "pp2 cp2, documents": ((*PP2, *DOCUMENTS), 2, CP2, 4, PACKED),
     "pp4 cp2, documents": ((*PP4, *DOCUMENTS), 4, CP2, 8, PACKED),
-    "ep2 cp2, experts": (tuple(EXPERTS), 1, (*CP2, "--expert-model-parallel-size", "2"), 2, ""),
+    "ep2 cp2, experts": (tuple(EXPERTS), 2, CP2, 2, ""),
     "cp2, two tokens ahead": (TWO_AHEAD, 1, CP2, 2, ANSWERS),
     "cp2, latent attention": (tuple(LATENT), 1, CP2, 2, ""),
     "dp2 cp2, distributed optimizer": (("--use-distributed-optimizer",), 2, CP2, 4, ""),

@@ -74,7 +74,7 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             "megatron.training.initialize:_warmup_jit_function",
             settings.warm_up,
             (),
-            absent_means="the same first weights of learned positions at every size",
+            absent_means="the same first weights of learned positions and routers at every size",
         ),
         seam(
             "tokenizer",

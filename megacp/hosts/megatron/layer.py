@@ -83,10 +83,11 @@ def attention_init(original: Function, session: Callable[[], Session]) -> Functi
     unknown = {"k_channels", "v_channels"} - signature.parameters.keys()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if unknown & kwargs.keys() and session().is_in_force(_cp_of(args, kwargs)):
-            kwargs = {
-                name: value for name, value in kwargs.items() if name not in unknown
-            }  # ours needs no sizes
+        if unknown & kwargs.keys():
+            if not session().is_in_force(_cp_of(args, kwargs)):
+                original(self, *args, **kwargs)
+                return
+            kwargs = {name: value for name, value in kwargs.items() if name not in unknown}  # ours needs none
         given = signature.bind(self, *args, **kwargs)
         config = given.arguments["config"]
         alone = copy.copy(config)
