@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megacp import methods
 from megacp.errors import ConfigError, UnsupportedError
+from megacp.layout import Layout
 
-__all__ = ["check_model_config", "check_sequence_length", "check_sizes", "comm_types"]
+__all__ = ["check_model_config", "check_padding", "check_sequence_length", "check_sizes", "comm_types"]
 
 
 def check_sizes(world: int, cp: Any, tp: int, pp: int) -> None:
@@ -69,11 +72,7 @@ def check_model_config(config: Any, cp: int, has_documents: bool, has_keyed_drop
             raise UnsupportedError(
                 f"megacp: {setting} is {value!r}, which {what} does not offer: {why}. {instead}"
             )
-    if getattr(config, "multi_latent_attention", False) and getattr(config, "apply_rope_fusion", False):
-        raise UnsupportedError(
-            f"megacp: apply_rope_fusion with multi_latent_attention is not offered with --context-parallel-size {cp}: the host's "
-            "fused kernel takes positions from the rank's number, whatever the layout is. Set --no-rope-fusion."
-        )
+    _check_pairs(config, cp, has_documents)
     names = comm_types(config)
     layers = getattr(config, "num_layers", len(names))
     if len(names) not in (1, layers):
@@ -89,6 +88,47 @@ def check_model_config(config: Any, cp: int, has_documents: bool, has_keyed_drop
         for name in names:
             if name != methods.AUTO:
                 methods.levels(methods.resolve(name), cp, tuple(hierarchy))
+
+
+def _check_pairs(config: Any, cp: int, has_documents: bool) -> None:
+    """Refuse two settings that are exact alone, but not together."""
+    if (
+        cp > 1
+        and getattr(config, "multi_latent_attention", False)
+        and getattr(config, "apply_rope_fusion", False)
+    ):
+        raise UnsupportedError(
+            f"megacp: apply_rope_fusion is True with multi_latent_attention, which --context-parallel-size {cp} does not offer: the "
+            "fused kernel works out positions by the host's own formula. Set --no-rope-fusion."
+        )
+    balance = getattr(config, "moe_router_load_balancing_type", None)
+    if (
+        getattr(config, "num_moe_experts", None)
+        and has_documents
+        and "seq_aux_loss" in (balance if isinstance(balance, list) else [balance])
+    ):
+        raise UnsupportedError(
+            f"megacp: moe_router_load_balancing_type is {balance!r}, which --megacp-documents does not offer: the host counts a "
+            "packed row as one sequence, not each document in it. Use aux_loss or global_aux_loss, or --megacp-documents off."
+        )
+
+
+def check_padding(config: Any, padding: torch.Tensor | None, layout: Layout) -> None:
+    """Refuse a padding mask [B, G], True in padding, under which the router's means over a rank's tokens are not that over all tokens.
+
+    Raises: UnsupportedError, on every rank; each has the whole mask.
+    """
+    is_mean = bool(getattr(config, "moe_z_loss_coeff", None)) or config.calculate_per_token_loss
+    if padding is None or layout.cp_size == 1 or not getattr(config, "num_moe_experts", None) or not is_mean:
+        return
+    counts = [int(layout.shard(padding, rank).logical_not().sum()) for rank in range(layout.cp_size)]
+    is_cut_again = config.sequence_parallel and bool(padding.any())
+    if is_cut_again or len(set(counts)) > 1:
+        raise UnsupportedError(
+            f"megacp: padding_mask leaves {counts} tokens on the context-parallel ranks. With moe_z_loss_coeff or "
+            "--calculate-per-token-loss the host's router takes the mean over each rank's tokens, which is not the mean over all. "
+            "Pass no padding_mask, or leave both away."
+        )
 
 
 def comm_types(config: Any) -> tuple[str, ...]:
@@ -116,16 +156,40 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "Set --hidden-dropout 0, or draw it from positions, the same at every size: --megacp-dropout positions.",
     ),
     (
-        "num_moe_experts",
+        "moe_expert_capacity_factor",
         _given,
-        "the balance losses of the router would count each rank alone",
-        "Train a dense model, or use size 1.",
+        "each rank would drop the tokens that are too many among its own",
+        "Leave --moe-expert-capacity-factor away.",
     ),
     (
-        "mtp_num_layers",
+        "moe_router_load_balancing_type",
+        lambda value: "sinkhorn" in (value if isinstance(value, list) else [value]),
+        "each rank would balance its own tokens alone",
+        "Use aux_loss, seq_aux_loss, global_aux_loss or none.",
+    ),
+    (
+        "moe_input_jitter_eps",
         _given,
-        "multi-token prediction rolls labels across the ranks' borders",
-        "Leave --mtp-num-layers away.",
+        f"the noise would depend on the number of ranks, so {_EXACT}",
+        "Leave --moe-input-jitter-eps away.",
+    ),
+    (
+        "moe_router_force_load_balancing",
+        _given,
+        f"its random logits would depend on the number of ranks, so {_EXACT}",
+        "It is for benchmarks; leave it away.",
+    ),
+    (
+        "overlap_moe_expert_parallel_comm",
+        _given,
+        "the host then runs a model's parts without its forward function, where the sequence is split",
+        "Leave --overlap-moe-expert-parallel-comm away.",
+    ),
+    (
+        "mtp_hsm",
+        _given,
+        "it mixes the hidden states of a rank's neighbouring tokens",
+        "Leave it away.",
     ),
     (
         "experimental_attention_variant",
@@ -169,7 +233,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
 _DROPOUT = {"attention_dropout", "hidden_dropout"}
 _WITH_DOCUMENTS = {
     "attention_dropout",
-    "mtp_num_layers",
+    "overlap_moe_expert_parallel_comm",
+    "mtp_hsm",
     "experimental_attention_variant",
     "is_hybrid_model",
     "cuda_graph_impl",

@@ -34,6 +34,8 @@ class Session:
         loss_mask: of the batch that the script has taken last.
         is_one_rank: the host is told that a group has one member, and ``alone`` is that group (see hosts.megatron.loss).
         is_averaged: the host averages gradients over the group; else it sums them.
+        attached_scales, router_tokens: what the host scales attached losses by (see hosts.megatron.attached).
+        split: of the micro-batch that is in the model's forward.
         token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
     """
 
@@ -54,6 +56,9 @@ class Session:
     alone: Any = None
     is_averaged: bool = True
     token_divisor: int | None = None
+    attached_scales: dict[str, float] = field(default_factory=dict)
+    router_tokens: float | None = None
+    split: Split | None = None
 
     def __post_init__(self) -> None:
         if self.eod is None:
@@ -94,7 +99,8 @@ class Session:
 
     def connect_alone(self, cp_size: int) -> None:
         """Make the group that holds this rank only."""
-        self.alone = self.token_divisor = None
+        self.alone = self.token_divisor = self.router_tokens = None
+        self.attached_scales = {}
         self.is_averaged = True
         if cp_size > 1:
             self.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)

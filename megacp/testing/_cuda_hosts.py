@@ -93,6 +93,7 @@ def _arguments(changes: Changes, module: ModuleType) -> str:
 
 # Modules that import triton whether it is there or not, for kernels that run only when they are asked for.
 _IMPORT_TRITON = (
+    "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
     "megatron.core.ssm.ops.common.causal_conv1d_varlen",
     "megatron.core.ssm.ops.mamba2.batch_invariant_decode",
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
@@ -159,6 +160,38 @@ def _router(changes: Changes, module: ModuleType) -> str:
     return "the router multiplies with torch"
 
 
+def _latent(changes: Changes, module: ModuleType) -> str:
+    """Say that Transformer Engine is not there: its wrapper can be imported without it, and names no class."""
+    if not isinstance(getattr(module, "TELinear", None), type) and getattr(module, "HAVE_TE", False):
+        changes.attribute(module, "HAVE_TE", False)
+    return "multi-latent attention asks for no class of Transformer Engine"
+
+
+def _inference_layers(changes: Changes, module: ModuleType) -> str:
+    """Put empty classes in the place of what derives from Transformer Engine's: Megatron asks what is an instance of them."""
+    for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+        if not isinstance(getattr(module, name, None), type):
+            changes.attribute(module, name, type(name, (), {}))
+    return "layers for inference are classes"
+
+
+def _attention(changes: Changes, module: ModuleType) -> str:
+    """Let Megatron's own attention take values of another size than keys, as multi-latent attention has them."""
+    attention = module.DotProductAttention
+    original = attention.__init__
+    if "v_channels" in inspect.signature(original).parameters:
+        return "left as it is"
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if v_channels is not None:  # its output is viewed as [S, B, this]
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    changes.attribute(attention, "__init__", init)
+    return "attention takes values of another size than keys"
+
+
 def _fp8(changes: Changes, module: ModuleType) -> str:
     """Quantize nothing without complaint: the distributed optimizer asks for it with an empty list too."""
     original = getattr(module, "_quantize_param_shard_impl", None)
@@ -170,13 +203,6 @@ def _fp8(changes: Changes, module: ModuleType) -> str:
 
     changes.attribute(module, "_quantize_param_shard_impl", quantize)
     return "where no parameter has 8 bits, Transformer Engine is not asked for"
-
-
-def _latent_attention(changes: Changes, module: ModuleType) -> str:
-    """Say that Transformer Engine is not there: the module takes it for present when its own wrappers, all None, are."""
-    if getattr(module, "HAVE_TE", False) and not isinstance(getattr(module, "TELinear", None), type):
-        changes.attribute(module, "HAVE_TE", False)
-    return "latent attention looks for no Transformer Engine"
 
 
 def _recompute(changes: Changes, module: ModuleType) -> str:
@@ -297,8 +323,10 @@ _PATCHES: dict[str, Callable[[Changes, ModuleType], str]] = {
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _yarn,
     "megatron.core.optimizer.distrib_optimizer": _torch_adam,
     "megatron.core.tensor_parallel.random": _recompute,
+    "megatron.core.tensor_parallel.inference_layers": _inference_layers,
+    "megatron.core.transformer.dot_product_attention": _attention,
     "megatron.core.transformer.moe.moe_utils": _router,
-    "megatron.core.transformer.multi_latent_attention": _latent_attention,
+    "megatron.core.transformer.multi_latent_attention": _latent,
     "megatron.core.transformer.torch_layer_norm": _torch_layer_norm,
     "megatron.core.transformer.torch_norm": _torch_norm,
     "megatron.fused_kernels": _fused_kernels,

@@ -220,16 +220,28 @@ def _groups(changes: Changes) -> str:
         # on NCCL's stream, a use after free on gloo's thread. The alias keeps the storage until it is sent.
         return isend(tensor.detach(), *args, **kwargs)
 
+    @functools.wraps(c10d.all_to_all_single)
+    def all_to_all(*args: Any, **kwargs: Any) -> Any:
+        # Megatron's dispatcher of tokens makes numbers of these tensors only where they are on a GPU.
+        given = sizes.bind(*args, **kwargs).arguments
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(given.get(name), torch.Tensor):
+                given[name] = given[name].tolist()
+        return all_to_all_single(**given)
+
+    sizes = inspect.signature(c10d.all_to_all_single)
+    all_to_all_single = c10d.all_to_all_single
     isend = c10d.isend
     wrappers = {
         "init_process_group": on_gloo(c10d.init_process_group, default="nccl"),
         "new_group": on_gloo(c10d.new_group, default="as the world has"),
         "isend": send,
+        "all_to_all_single": all_to_all,
     }
     for name, wrapper in wrappers.items():
         changes.attribute(c10d, name, wrapper)
         changes.attribute(torch.distributed, name, wrapper)
-    return "process groups: gloo where nccl is asked for; isend keeps what it sends alive"
+    return "process groups: gloo where nccl is asked for; isend keeps what it sends alive; split sizes may be tensors"
 
 
 def _spawned(changes: Changes) -> str:

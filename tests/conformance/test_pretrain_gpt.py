@@ -45,6 +45,17 @@ FULL_RECOMPUTE = (
 OWN_SPEC = ("--spec", "own_spec", "layer")
 LEARNED = ("--position-embedding-type", "learned_absolute")
 
+EXPERTS = shlex.split("""
+--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01
+--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --disable-bias-linear
+""")
+LATENT = shlex.split("""
+--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8
+--rope-type rope --no-rope-fusion
+""")
+TWO_AHEAD = ("--mtp-num-layers", "2")
+PP4 = ("--pipeline-model-parallel-size", "4", "--num-layers", "4")
+
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--megacp-dropout", "positions")
 BF16, FP16 = ("--bf16",), ("--fp16", "--initial-loss-scale", "1024")
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
@@ -69,6 +80,10 @@ CONFIGURATIONS: dict[str, tuple[tuple[str, ...], int, tuple[str, ...], int, str]
     "tp2 cp2": (TP2, 2, CP2, 4, ""),
     "tp2 cp2, sequence parallel": ((*TP2, "--sequence-parallel"), 2, CP2, 4, ""),
     "pp2 cp2, documents": ((*PP2, *DOCUMENTS), 2, CP2, 4, PACKED),
+    "pp4 cp2, documents": ((*PP4, *DOCUMENTS), 4, CP2, 8, PACKED),
+    "ep2 cp2, experts": (tuple(EXPERTS), 2, CP2, 2, ""),
+    "cp2, two tokens ahead": (TWO_AHEAD, 1, CP2, 2, ANSWERS),
+    "cp2, latent attention": (tuple(LATENT), 1, CP2, 2, ""),
     "dp2 cp2, distributed optimizer": (("--use-distributed-optimizer",), 2, CP2, 4, ""),
     "cp2, micro-batches of 2": (("--micro-batch-size", "2"), 1, CP2, 2, ANSWERS),
     "dp2 cp2, overlap": (OVERLAP, 2, CP2, 4, ""),
@@ -93,6 +108,9 @@ SIXTEEN_BITS = {
 }  # loss, gradient norm: what rounding leaves
 
 NOT_EVERY_HOST = (
+    "ep2 cp2, experts",
+    "cp2, two tokens ahead",
+    "cp2, latent attention",
     "tp2 cp2, sequence parallel",
     "dp2 cp2, distributed optimizer",
     "cp2, --use-mcore-models",

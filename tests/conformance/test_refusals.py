@@ -83,8 +83,11 @@ def refusal(what: str) -> tuple[str, str]:
     from megacp.testing import cpu
 
     cpu.install()
-    documents = "off" if what not in ("documents without tokenizer",) else "eod"
-    megacp.install(Config(report="off", documents=documents))
+    documents, eod = {
+        "documents without tokenizer": ("eod", None),
+        "documents as one sequence": ("eod", 7),
+    }.get(what, ("off", None))
+    megacp.install(Config(report="off", documents=documents, eod_token=eod))
     from megatron.core import parallel_state
 
     try:
@@ -136,14 +139,53 @@ def gpt(core_attention: Any = None, **settings: Any) -> Any:
     )
 
 
-def call(length: int = 16, different: bool = False, **more: Any) -> None:
+def experts(**settings: Any) -> Any:
+    return gpt(num_moe_experts=2, **settings)
+
+
+def call(length: int = 16, different: bool = False, no_labels: bool = False, **more: Any) -> None:
     """Call a model with a batch of one row; ``different``: each rank has tokens of its own."""
     import torch.distributed as dist
 
-    model = gpt()
+    settings = {name: more.pop(name) for name in list(more) if name.startswith(("m", "num"))}
+    model = gpt(**settings)
     tokens = torch.arange(length)[None] % 32 + (dist.get_rank() if different else 0)
     positions = torch.arange(length)[None]
-    model(tokens, positions, more.pop("attention_mask", None), labels=tokens, **more)
+    model(tokens, positions, more.pop("attention_mask", None), labels=None if no_labels else tokens, **more)
+
+
+def uneven_padding() -> None:
+    """Padding at the end of a row lies on one rank only; the router's z-loss is a mean over each rank's tokens."""
+    padding = torch.arange(16)[None] >= 13
+    call(num_moe_experts=2, moe_z_loss_coeff=0.1, padding_mask=padding)
+
+
+def fused_positions() -> None:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import MLATransformerConfig
+
+    groups()
+    latent = MLATransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        context_parallel_size=2,
+        multi_latent_attention=True,
+        apply_rope_fusion=True,
+    )
+    GPTModel(latent, get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=64)
+
+
+def recurrent(module: str, name: str) -> None:
+    """Make a layer that carries a state, as a model with such layers does (trial D27)."""
+    import importlib
+
+    layer = getattr(importlib.import_module(f"megatron.core.ssm.{module}"), name)
+    groups()
+    layer(config(), None)
 
 
 def a_layer_of_its_own() -> None:
@@ -199,11 +241,21 @@ ACTIONS = {
     "levels that do not fit": lambda: gpt(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=[2, 2]),
     "attention dropout": lambda: gpt(attention_dropout=0.1),
     "hidden dropout": lambda: gpt(hidden_dropout=0.1),
-    "experts": lambda: gpt(num_moe_experts=2),
-    "multi-token prediction": lambda: gpt(mtp_num_layers=1),
+    "tokens dropped": lambda: experts(
+        moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="aux_loss"
+    ),
+    "sinkhorn": lambda: experts(moe_router_load_balancing_type="sinkhorn"),
+    "jitter": lambda: experts(moe_input_jitter_eps=0.1),
+    "random routing": lambda: experts(moe_router_force_load_balancing=True),
+    "documents as one sequence": lambda: experts(moe_router_load_balancing_type="seq_aux_loss"),
+    "uneven padding": uneven_padding,
+    "prediction without labels": lambda: call(no_labels=True, mtp_num_layers=1),
+    "fused positions": fused_positions,
     "mamba": mamba,
     "attention of its own": lambda: attention_of_its_own(False),
     "attention derived from the host's": lambda: attention_of_its_own(True),
+    "mamba layer": lambda: recurrent("mamba_mixer", "MambaMixer"),
+    "gated delta net": lambda: recurrent("gated_delta_net", "GatedDeltaNet"),
     "inference": inference,
     "length": lambda: call(length=14),
     "dense mask": lambda: call(attention_mask=hidden(16, future=False)),
@@ -219,14 +271,22 @@ EXPECTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "levels that do not fit": ("ConfigError", ("(2, 2)", "2")),
     "attention dropout": ("UnsupportedError", ("attention_dropout is 0.1", "--attention-dropout 0")),
     "hidden dropout": ("UnsupportedError", ("hidden_dropout is 0.1", "--hidden-dropout 0")),
-    "experts": ("UnsupportedError", ("num_moe_experts is 2",)),
-    "multi-token prediction": ("UnsupportedError", ("mtp_num_layers is 1",)),
+    "tokens dropped": ("UnsupportedError", ("moe_expert_capacity_factor is 1.0", "drop")),
+    "sinkhorn": ("UnsupportedError", ("moe_router_load_balancing_type is 'sinkhorn'",)),
+    "jitter": ("UnsupportedError", ("moe_input_jitter_eps is 0.1",)),
+    "random routing": ("UnsupportedError", ("moe_router_force_load_balancing is True",)),
+    "documents as one sequence": ("UnsupportedError", ("seq_aux_loss", "--megacp-documents")),
+    "uneven padding": ("UnsupportedError", ("padding_mask", "[5, 8]", "moe_z_loss_coeff")),
+    "prediction without labels": ("UnsupportedError", ("multi-token prediction", "labels")),
+    "fused positions": ("UnsupportedError", ("apply_rope_fusion", "multi_latent_attention")),
     "mamba": ("UnsupportedError", ("MambaModel", "GPTModel")),
     "attention of its own": ("UnsupportedError", ("decoder.layers.0.self_attention", "Alone", "own tokens")),
     "attention derived from the host's": (
         "UnsupportedError",
         ("Alone", "own tokens", "core attention setup"),
     ),
+    "mamba layer": ("UnsupportedError", ("MambaMixer", "from one token to the next")),
+    "gated delta net": ("UnsupportedError", ("GatedDeltaNet", "from one token to the next")),
     "inference": ("UnsupportedError", ("inference_context", "--context-parallel-size 1")),
     "length": ("ConfigError", ("sequence length 14", "2 * 2 = 4", "--seq-length 16")),
     "dense mask": ("UnsupportedError", ("attention_mask", "--megacp-documents")),

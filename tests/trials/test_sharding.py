@@ -187,3 +187,57 @@ def test_d21_a_sequence_that_was_never_split_is_refused_by_attention():
         assert "whole sequence" in text and "16" in text and "8" in text
     for text in ranks.run(_attend_to, 2, 4):  # split twice
         assert "4 slots" in text and "gives each rank 8" in text
+
+
+# -- D27: recurrent layers fed zigzag order, or without boundaries (LlamaFactory#10787, flash-linear-attention#1221) --------
+
+
+def _recurrent(x, documents):
+    """y_t = 0.9 y_{t-1} + z_t, z a causal convolution 4 wide over x [B, S, H, D], both inside each document."""
+    out = []
+    for part in x.split(documents, dim=1):
+        taps = [torch.nn.functional.pad(part, (0, 0, 0, 0, back, 0))[:, : part.shape[1]] for back in range(4)]
+        z = sum(0.5**back * tap for back, tap in enumerate(taps))
+        rows, state = [], torch.zeros_like(z[:, 0])
+        for t in range(z.shape[1]):
+            state = 0.9 * state + z[:, t]
+            rows.append(state)
+        out.append(torch.stack(rows, 1))
+    return torch.cat(out, 1)
+
+
+def _sandwich(in_order):
+    """Attention over zigzag ranks, a recurrent layer on tokens in order (or, wrongly, as they lie), attention again."""
+    make = torch.Generator().manual_seed(27)
+    x, d_out = (torch.randn(1, 16, 2, 4, generator=make, dtype=torch.float64) for _ in range(2))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layout, mask = Layout.zigzag(16, size), megacp.Mask.documents([0, 6, 16])
+    local = layout.shard(x, rank).requires_grad_()
+
+    def attend(y):
+        return megacp.attention(y, y, y, mask=mask, layout=layout, kernel="reference")
+
+    y = attend(local)
+    if in_order:
+        whole = megacp.gather(y, layout, sum_gradients=True)
+        y = layout.shard(_recurrent(whole, [6, 10]), rank)
+    else:
+        y = _recurrent(y, [y.shape[1]])
+    y = attend(y)
+    (y * layout.shard(d_out, rank)).sum().backward()
+    return layout.unshard(ranks_of(y.detach())), layout.unshard(ranks_of(local.grad))
+
+
+def ranks_of(x):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return parts
+
+
+def test_d27_a_recurrent_layer_between_zigzag_attention_is_exact_on_gathered_tokens():
+    alone = ranks.run(_sandwich, 1, True)[0]
+    for got in ranks.run(_sandwich, 2, True):
+        assert max(oracle.rel(a, b) for a, b in zip(got, alone, strict=True)) <= 1e-10
+    assert (
+        oracle.rel(ranks.run(_sandwich, 2, False)[0][0], alone[0]) > 1e-2
+    )  # what it would be in zigzag order

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megacp.hosts.megatron import dropout, layer, loss, model, settings
+from megacp.hosts.megatron import attached, dropout, layer, loss, model, settings
 from megacp.hosts.seams import Seam
 from megacp.hosts.session import Session
 
@@ -40,6 +40,7 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
     rotary = f"{_CORE}.models.common.embeddings"
     gpt = f"{_CORE}.models.gpt.gpt_model:GPTModel"
     schedules = f"{_CORE}.pipeline_parallel.schedules"
+    moe, mtp = f"{_CORE}.transformer.moe", f"{_CORE}.transformer.multi_token_prediction"
     local = f"{_CORE}.transformer.dot_product_attention:DotProductAttention"
     te = tuple(
         f"{_CORE}.{place}.transformer_engine:TEDotProductAttention"
@@ -73,7 +74,7 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             "megatron.training.initialize:_warmup_jit_function",
             settings.warm_up,
             (),
-            absent_means="the same first weights of learned positions at every size",
+            absent_means="the same first weights of learned positions and routers at every size",
         ),
         seam(
             "tokenizer",
@@ -139,7 +140,7 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             absent_means="rotary positions",
         ),
         seam(
-            "multimodal rotary positions",
+            "multimodal positions",
             f"{rotary}.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
             layer.multimodal_rotary,
             ("position_ids",),
@@ -214,6 +215,36 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             absent_means="loss functions that sum over the group",
         ),
         seam(
+            "attached losses",
+            (f"{moe}.moe_utils:MoEAuxLossAutoScaler.backward", f"{mtp}:MTPLossAutoScaler.backward"),
+            attached.scaled_backward,
+            (),
+            every=True,
+            absent_means="mixtures of experts, multi-token prediction",
+        ),
+        seam(
+            "router",
+            f"{moe}.router:TopKRouter.apply_z_loss",
+            attached.router_z_loss,
+            (),
+            absent_means="mixtures of experts with --calculate-per-token-loss",
+        ),
+        seam(
+            "next tokens",
+            f"{mtp}:roll_tensor",
+            attached.roll_tensor,
+            ("tensor", "shifts", "dims"),
+            absent_means="multi-token prediction",
+        ),
+        seam(
+            "logged prediction losses",
+            tuple(f"{mtp}:MTPLossLoggingHelper.save_{what}_to_tracker" for what in ("loss", "metrics")),
+            attached.logged,
+            ("loss",),
+            every=True,
+            absent_means="the logged losses of multi-token prediction (gradients do not need it)",
+        ),
+        seam(
             "average of gradients",
             f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             loss.gradient_average,
@@ -236,6 +267,14 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             every=True,
             absent_means="the refusal of Mamba, hybrid, T5 and BERT models by their name",
         ),
+        seam(
+            "recurrent layers",
+            _RECURRENT,
+            attached.refused_layer,
+            ("config",),
+            every=True,
+            absent_means="the refusal of recurrent layers by their name",
+        ),
     ]
 
 
@@ -246,4 +285,13 @@ _OTHER_MODELS = (
     f"{_CORE}.models.mamba.mamba_model:MambaModel.__init__",
     f"{_CORE}.models.T5.t5_model:T5Model.__init__",
     f"{_CORE}.models.bert.bert_model:BertModel.__init__",
+)
+_RECURRENT = tuple(
+    f"{_CORE}.ssm.{name}.__init__"
+    for name in (
+        "mamba_mixer:MambaMixer",
+        "gated_delta_net:GatedDeltaNet",
+        "gated_delta_net.gdn2:GatedDeltaNet2",
+        "gated_delta_product:GatedDeltaProductMixer",
+    )
 )

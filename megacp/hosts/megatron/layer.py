@@ -50,15 +50,20 @@ def rotary(original: Function, session: Callable[[], Session]) -> Function:
 
 
 def multimodal_rotary(original: Function, session: Callable[[], Session]) -> Function:
-    """Take the position ids [3, B, S] as they are: the model's entry has sliced them, so the table is that of the rank's tokens."""
-    signature = inspect.signature(original)
+    """Make the table of the position ids given, which are the rank's own already."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs)
-        group = cp_group(self, given.arguments.pop("cp_group", None))
-        if group.size == 1:
+        run = session()
+        group, handle = cp_group(self), getattr(self, "cp_group", None)
+        if group.size == 1 or run.split is None:
             return original(self, *args, **kwargs)
-        return _whole_table(self, session(), original, given)
+        kwargs.pop("cp_group", None)
+        try:
+            self.cp_group = None
+            with one_rank(run):
+                return original(self, *args[:2], **kwargs)
+        finally:
+            self.cp_group = handle
 
     return forward
 
@@ -79,11 +84,14 @@ def _whole_table(module: Any, run: Session, original: Function, given: inspect.B
 def attention_init(original: Function, session: Callable[[], Session]) -> Function:
     """Build the host's attention as for one rank; the group is our business."""
     signature = inspect.signature(original)
+    unknown = {"k_channels", "v_channels"} - signature.parameters.keys()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if session().is_in_force(getattr(kwargs.get("config"), "context_parallel_size", 1)):
-            # head sizes that the host's own attention does not take (0.16); ours has them from the tensors
-            kwargs = {k: v for k, v in kwargs.items() if k in signature.parameters or k not in _HEAD_SIZES}
+        if unknown & kwargs.keys():
+            if not session().is_in_force(_cp_of(args, kwargs)):
+                original(self, *args, **kwargs)
+                return
+            kwargs = {name: value for name, value in kwargs.items() if name not in unknown}  # ours needs none
         given = signature.bind(self, *args, **kwargs)
         config = given.arguments["config"]
         alone = copy.copy(config)
@@ -96,14 +104,17 @@ def attention_init(original: Function, session: Callable[[], Session]) -> Functi
         self.megacp_number = number = given.arguments["layer_number"]
         self.megacp_window = _window(config, number)
         names = limits.comm_types(config)
-        self.megacp_method = names[number - 1] if len(names) > 1 else names[0]
+        self.megacp_method = names[
+            min(number, len(names)) - 1
+        ]  # layers of multi-token prediction come after the last
         sizes = getattr(config, "hierarchical_context_parallel_sizes", None)
         self.megacp_hierarchy = tuple(sizes) if sizes and _has_levels(self.megacp_method) else None
 
     return init
 
 
-_HEAD_SIZES = ("k_channels", "v_channels")
+def _cp_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int((args[0] if args else kwargs["config"]).context_parallel_size)
 
 
 def attention_forward(original: Function, session: Callable[[], Session]) -> Function:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from megacp.errors import SeamError, UnsupportedError
 from megacp.hosts.hooks import Function
+from megacp.hosts.megatron.attached import measure_scales
 from megacp.hosts.megatron.settings import parallel_state
 from megacp.hosts.session import Session
 
@@ -102,6 +103,9 @@ def _calc_loss(original: Function, session: Callable[[], Session]) -> Function:
             # A copy, too: schedules divide in place, and a metric may be a view of the loss.
             return outputs[0] / measured[key], *outputs[1:]
 
+        if not session().attached_scales:
+            step = functools.partial(_one_token, original, signature, values, 3)
+            session().attached_scales = measure_scales(step, _plain(values["config"]))
         values["loss_func"] = whole_loss
         return original(*given.args, **given.kwargs)
 
@@ -116,11 +120,24 @@ def _is_loss(outputs: Any, named: dict[str, Any]) -> bool:
 
 def _multiplier(original: Function, signature: inspect.Signature, real: dict[str, Any], length: int) -> float:
     """Measure what a schedule multiplies a loss of one token by, given as so many values."""
-    config = copy.copy(real["config"])
+    config = _plain(real["config"])
+    config.calculate_per_token_loss = False
+    return float(_one_token(original, signature, real, length, config)[0])
+
+
+def _plain(config: Any) -> Any:
+    """Copy a configuration, without what would attach losses or measure time."""
+    config = copy.copy(config)
     for name in ("num_moe_experts", "mtp_num_layers", "timers", "experimental_attention_variant"):
         if hasattr(config, name):
             setattr(config, name, None)
-    config.calculate_per_token_loss = False
+    return config
+
+
+def _one_token(
+    original: Function, signature: inspect.Signature, real: dict[str, Any], length: int, config: Any
+) -> Any:
+    """Call a schedule's function of the loss with a loss of one token and one micro-batch."""
     outputs: tuple[Any, ...] = (torch.ones(()), torch.ones((), dtype=torch.int), {})
     stand_ins = {
         "loss_func": lambda _: outputs if length == 3 else (outputs[0], {}),
@@ -132,7 +149,7 @@ def _multiplier(original: Function, signature: inspect.Signature, real: dict[str
     }
     values = {**real, **{k: v for k, v in stand_ins.items() if k in signature.parameters}}
     bound = signature.bind(**values)
-    return float(original(*bound.args, **bound.kwargs)[0])
+    return original(*bound.args, **bound.kwargs)
 
 
 def _forward_step(original: Function, session: Callable[[], Session]) -> Function:

@@ -108,14 +108,23 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         ends = None
         if session().has_documents and batch.get("labels") is not None:
             ends = _mask_last_labels(batch, split.mask, session())
+        if getattr(self.config, "mtp_num_layers", None):
+            _check_prediction(self, batch)
+        whole_mask = _whole_loss_mask(self, batch, split.mask)
+        limits.check_padding(self.config, batch.get("padding_mask"), split.layout)
         fields = {name: batch.get(name) for name in _PER_TOKEN}
-        batch.update(
-            {k: v for k, v in sharding.shard(fields, split.layout, rank=group.rank).items() if k in batch}
-        )
+        local = sharding.shard(fields, split.layout, rank=group.rank, fields=_DIMS)
+        batch.update({k: v for k, v in local.items() if k in batch})
+        if whole_mask is not None:
+            batch["loss_mask"] = whole_mask
         batch["attention_mask"] = ticket(split)
         session().announce(split, _kernel_name(self, session()))
-        with dropout.at(session(), split, 0):
-            out = original(*given.args, **given.kwargs)
+        session().split = split
+        try:
+            with dropout.at(session(), split, 0):
+                out = original(*given.args, **given.kwargs)
+        finally:
+            session().split = None
         if not getattr(self, "post_process", True):
             return out
         # [B, S] per-token loss, or [B, S, V] logits where no labels are given
@@ -141,7 +150,30 @@ def _mask_last_labels(batch: dict[str, Any], mask: Mask, run: Session) -> torch.
     return None
 
 
-_PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask")
+def _check_prediction(model: Any, batch: dict[str, Any]) -> None:
+    """Refuse multi-token prediction in training without labels: the host would make them of the local tokens."""
+    if model.training and getattr(model, "post_process", True) and batch.get("labels") is None:
+        raise UnsupportedError(
+            "megacp: multi-token prediction was called in training without labels, which is not offered over ranks. Pass labels."
+        )
+
+
+def _whole_loss_mask(model: Any, batch: dict[str, Any], mask: Mask) -> torch.Tensor | None:
+    """Return the loss mask that multi-token prediction gets: whole, as its sum is that of all tokens; None if there is none to pass.
+
+    It is rolled before it is used, and rolling gives the rank's own part (see hosts.megatron.attached).
+    """
+    if not getattr(model.config, "mtp_num_layers", None) or not isinstance(batch.get("labels"), torch.Tensor):
+        return None
+    given = batch.get("loss_mask")
+    if given is not None:
+        return given  # type: ignore[no-any-return]
+    ones = torch.ones_like(batch["labels"])
+    return ones.masked_fill_(mask.document_ends().to(ones.device), 0) if mask.offsets else ones
+
+
+_PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
+_DIMS = {"padding_mask": 1}
 _WHY_NOT = {
     "inference_context": "decoding against a cache is not attention over a split sequence",
     "inference_params": "decoding against a cache is not attention over a split sequence",
@@ -288,14 +320,16 @@ def _kernel_name(model: Any, run: Session) -> str:
     """Say which kernel the model's attention will use."""
     config = model.config
     parameter = next(model.parameters())
-    size = config.kv_channels
+    size = out_size = config.kv_channels
+    if getattr(config, "multi_latent_attention", False):
+        size, out_size = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     request = kernels.Request(
         parameter.device.type,
         parameter.dtype,
         config.num_attention_heads,
         config.num_query_groups,
         size,
-        size,
+        out_size,
         kernels.Options(1.0),
     )
     return kernels.choose(run.config.kernel, request).name

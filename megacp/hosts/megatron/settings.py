@@ -229,7 +229,10 @@ def warm_up(original: Function, session: Callable[[], Session]) -> Function:
 
     def warm_up(*args: Any, **kwargs: Any) -> Any:
         settings = sys.modules["megatron.training.global_vars"].get_args()
-        if settings.position_embedding_type != "learned_absolute":
+        draws = settings.position_embedding_type == "learned_absolute" or getattr(
+            settings, "num_experts", None
+        )
+        if not draws:  # only positions and routers are made from the numbers that follow
             return original(*args, **kwargs)
         cp, settings.context_parallel_size = settings.context_parallel_size, 1
         try:
