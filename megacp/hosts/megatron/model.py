@@ -114,7 +114,8 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         )
         batch["attention_mask"] = ticket(split)
         session().announce(split, _kernel_name(self, session()))
-        with dropout.at(session(), split, 0):
+        drops = split.dropout_key and self.config.hidden_dropout and getattr(self, "pre_process", True)
+        with dropout.at(session(), split, 0, drops=bool(drops)):
             out = original(*given.args, **given.kwargs)
         if not getattr(self, "post_process", True):
             return out
