@@ -134,7 +134,7 @@ def at(run: Session, split: Split, layer: int, drops: bool) -> Iterator[None]:
         if drops and run.site.count == 0:
             raise UnsupportedError(
                 f"megacp: --megacp-dropout positions: {f'layer {layer // 2}' if layer else 'the embedding'} has hidden dropout, "
-                "but not by the host's bias-dropout-add or embedding, so it would differ with the number of ranks. Set --hidden-dropout 0."
+                "but not by the host's bias-dropout-add or embedding, so it would differ with the size. Set --hidden-dropout 0."
             )
     finally:
         run.site = before
