@@ -127,3 +127,64 @@ def test_d36_d42_every_place_has_a_seed_of_its_own_shared_by_the_ranks_of_a_sequ
                 assert hidden[0] == hidden[1]
                 assert (attention[0] == attention[1]) == (rank["tp"] == other["tp"])
                 assert attention[0] == attention[1] or not attention[0] & attention[1]
+
+
+def without(place: str) -> str:
+    """Train a GPT with one of the places where dropout is hooked taken out; give what is said."""
+    import importlib
+
+    import megacp
+    from megacp.config import Config
+    from megacp.testing import cpu
+
+    cpu.install()
+    megacp.install(Config(report="off", dropout="positions"))
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    for name in path.split("."):
+        hooked = owner = getattr(owner, name)
+    hooked.__megacp_hook__.on = False
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=16,
+            num_attention_heads=2,
+            attention_dropout=0.0,
+            hidden_dropout=0.1,
+            context_parallel_size=2,
+            use_cpu_initialization=True,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+        )
+        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=16)
+        tokens = torch.arange(16)[None]
+        model(tokens, tokens, None, labels=tokens).mean().backward()
+    except megacp.UnsupportedError as error:
+        return str(error)
+    finally:
+        hooked.__megacp_hook__.on = True
+        parallel_state.destroy_model_parallel()
+        megacp.uninstall()
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("megatron.core.fusions.fused_bias_dropout:get_bias_dropout_add", "layer 1 has hidden dropout"),
+        (
+            "megatron.core.models.common.embeddings.language_model_embedding:LanguageModelEmbedding.forward",
+            "the embedding has hidden dropout",
+        ),
+    ],
+)
+def test_dropout_that_megacp_does_not_see_is_refused(place: str, words: str) -> None:
+    for said in ranks.run(without, 2, place, timeout=120):
+        assert words in said and "--hidden-dropout 0" in said

@@ -233,6 +233,16 @@ def test_d47_operations_and_samples_are_counted_as_at_cp1(tree: Path, size: int)
     assert alone == split and len(alone) >= 6
 
 
+@pytest.mark.parametrize("tree", TREES, ids=[t.name for t in TREES])
+def test_d54_data_that_is_sent_is_read_by_one_rank(tree: Path) -> None:
+    reads = []
+    for sent in ("off", "on"):
+        done = run(tree, (*CP2, "--megacp-broadcast-data", sent), 2, COUNTERS)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        reads.append([done.stdout.count(f"read by rank {rank}") for rank in (0, 1)])
+    assert reads == [[24, 24], [24, 0]]
+
+
 @pytest.mark.parametrize("data", ["", ANSWERS])
 @pytest.mark.parametrize("tree", TREES, ids=[t.name for t in TREES])
 def test_d43_the_validation_loss_is_that_of_cp1(tree: Path, data: str) -> None:
@@ -289,10 +299,10 @@ def apart(a: tuple[str, ...], b: tuple[str, ...]) -> float:
 
 
 def within_a_digit(a: str, b: str) -> bool:
-    """Compare printed numbers; float32 sums in another order may turn the last digit by one."""
+    """Compare printed numbers; float32 sums in another order may turn the last digit by two (one step of float32 at 8 is 9.5e-7)."""
     digits = len(a.partition(".")[2].partition("E")[0])
     scale = 10.0 ** int(a.partition("E")[2] or 0)
-    return abs(float(a) - float(b)) <= 1.01 * scale * 10.0**-digits
+    return abs(float(a) - float(b)) <= 2.01 * scale * 10.0**-digits
 
 
 @pytest.mark.parametrize("tree", TREES, ids=[t.name for t in TREES])

@@ -123,11 +123,19 @@ def _number(module: Any) -> int:
 
 
 @contextmanager
-def at(run: Session, split: Split, layer: int) -> Iterator[None]:
-    """Let what is dropped in this block belong to one layer of a micro-batch."""
+def at(run: Session, split: Split, layer: int, drops: bool) -> Iterator[None]:
+    """Let what is dropped in this block belong to one layer of a micro-batch.
+
+    drops: the part has dropout. Raises: UnsupportedError if megacp then saw none, so that the host drew it itself.
+    """
     before, run.site = run.site, Site(split, layer)
     try:
         yield
+        if drops and run.site.count == 0:
+            raise UnsupportedError(
+                f"megacp: --megacp-dropout positions: {f'layer {layer // 2}' if layer else 'the embedding'} has hidden dropout, "
+                "but not by the host's bias-dropout-add or embedding, so it would differ with the size. Set --hidden-dropout 0."
+            )
     finally:
         run.site = before
 
@@ -143,7 +151,7 @@ def transformer_layer(original: Function, session: Callable[[], Session]) -> Fun
         split = next((found for found in map(redeem, given) if found is not None), None)
         if split is None:
             return original(self, *args, **kwargs)
-        with at(run, split, _number(self)):
+        with at(run, split, _number(self), drops=bool(split.dropout_key and self.hidden_dropout)):
             return original(self, *args, **kwargs)
 
     return forward

@@ -120,8 +120,9 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         batch["attention_mask"] = ticket(split)
         session().announce(split, _kernel_name(self, session()))
         session().split = split
+        drops = split.dropout_key and self.config.hidden_dropout and getattr(self, "pre_process", True)
         try:
-            with dropout.at(session(), split, 0):
+            with dropout.at(session(), split, 0, drops=bool(drops)):
                 out = original(*given.args, **given.kwargs)
         finally:
             session().split = None
