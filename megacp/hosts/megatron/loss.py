@@ -103,7 +103,10 @@ def _calc_loss(original: Function, session: Callable[[], Session]) -> Function:
             # A copy, too: schedules divide in place, and a metric may be a view of the loss.
             return outputs[0] / measured[key], *outputs[1:]
 
-        if not session().attached_scales:
+        is_attaching = any(
+            getattr(values["config"], name, None) for name in ("num_moe_experts", "mtp_num_layers")
+        )
+        if is_attaching and not session().attached_scales:
             step = functools.partial(_one_token, original, signature, values, 3)
             session().attached_scales = measure_scales(step, _plain(values["config"]))
         values["loss_func"] = whole_loss
