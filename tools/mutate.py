@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "1 % error in dK of the reference kernel",
         "megacp/kernels/reference.py",
-        "into.dk[rows, keys] += torch.einsum(",
-        "into.dk[rows, keys] += 1.01 * torch.einsum(",
+        "into.dk.add(torch.einsum(",
+        "into.dk.add(1.01 * torch.einsum(",
         ATTENTION,
     ),
     Fault(

@@ -220,6 +220,11 @@ def check_beside_one_rank(cells: list[Cell], cp_size: int, allowed: float = 1.3)
     assert not bad, "\n".join(bad)
 
 
+def divisible(cells: list[Cell], cp_size: int) -> list[Cell]:
+    """The cells whose heads suffice for their method: all_to_all refuses more ranks than query heads."""
+    return [cell for cell in cells if cell.method != "all_to_all" or cell.heads[0] >= cp_size]
+
+
 def vary(cell: Cell, **choices: list[Any]) -> list[Cell]:
     """All combinations of the given fields, the rest as in `cell`."""
     cells = [cell]

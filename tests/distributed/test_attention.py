@@ -15,9 +15,11 @@ from tests.distributed.cells import (
     Cell,
     check,
     check_beside_one_rank,
+    divisible,
     inputs,
     our_layout,
     our_mask,
+    run_cells,
     truth,
     vary,
 )
@@ -50,7 +52,16 @@ HEADS = [(8, 2), (3, 1), (2, 2)]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_float64_is_exact_for_every_mask_and_head_count(method, layout, cp_size):
-    check(vary(Cell(method=method, layout=layout), mask=MASKS, heads=HEADS), cp_size)
+    cells = vary(Cell(method=method, layout=layout), mask=MASKS, heads=HEADS)
+    check(divisible(cells, cp_size), cp_size)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1)])
+def test_all_to_all_refuses_more_ranks_than_query_heads(heads):
+    cell = Cell(method="all_to_all", heads=heads)
+    with pytest.raises(ranks.RanksError, match=r"1 of \d ranks would have none") as caught:
+        ranks.run(run_cells, heads[0] + 1, [cell])
+    assert len(caught.value.failed) == heads[0] + 1
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
@@ -70,7 +81,8 @@ def test_documents_that_are_split_one_by_one_are_exact(method, cp_size):
 @pytest.mark.parametrize("kernel", ["reference", "sdpa"])
 def test_float32_is_exact_to_1e_5(kernel, cp_size):
     cells = vary(Cell(dtype=torch.float32, kernel=kernel), method=METHODS, layout=LAYOUTS, mask=MASKS)
-    check(cells + vary(Cell(dtype=torch.float32, kernel=kernel), method=METHODS, heads=HEADS), cp_size)
+    cells += vary(Cell(dtype=torch.float32, kernel=kernel), method=METHODS, heads=HEADS)
+    check(divisible(cells, cp_size), cp_size)
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
