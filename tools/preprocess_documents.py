@@ -30,6 +30,10 @@ import sentencepiece
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a clone need not be installed
+
+from megacp.data import IndexedWriter
+
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 LISTED_BAD_RECORDS = 20
 
@@ -199,14 +203,9 @@ def write_dataset(
 
     Megatron's cached sample index of an older PREFIX.bin is removed: it is not told apart by content.
     """
-    import torch
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    files = {kind: prefix.with_name(f"{prefix.name}.{kind}") for kind in ("bin", "idx")}
-    temporary = {kind: path.with_name(f"{path.name}.tmp") for kind, path in files.items()}
-    bad, lengths, size = [], [], 0
-    try:
-        builder = IndexedDatasetBuilder(str(temporary["bin"]), dtype=DType.optimal_dtype(vocab_size))
+    bad: list[Tokens] = []
+    size = 0
+    with IndexedWriter(prefix, vocab_size) as writer:
         for result in results:
             if result.ids is None:
                 if on_error == "fail":
@@ -215,24 +214,16 @@ def write_dataset(
                     )
                 bad.append(result)
                 continue
-            builder.add_item(torch.from_numpy(result.ids))
-            builder.end_document()
-            lengths.append(len(result.ids))
+            writer.add(result.ids)
             size += result.size
-        if not lengths:
+        if not writer.lengths:
             raise SystemExit(
                 f"preprocess_documents: none of {len(bad)} records holds a document. Nothing was written."
             )
-        builder.finalize(str(temporary["idx"]))
-        files["idx"].unlink(missing_ok=True)
         shutil.rmtree(prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
-        for kind in ("bin", "idx"):
-            os.replace(temporary[kind], files[kind])
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+    lengths = writer.lengths
     print(
-        f"{files['bin']}: {len(lengths):,} documents, {sum(lengths):,} tokens, {size / sum(lengths):.2f} bytes a token"
+        f"{prefix}.bin: {len(lengths):,} documents, {sum(lengths):,} tokens, {size / sum(lengths):.2f} bytes a token"
     )
     return bad, lengths
 

@@ -1,4 +1,4 @@
-"""Read Megatron's indexed datasets, PREFIX.bin and PREFIX.idx, as documents; with numpy alone.
+"""Read and write Megatron's indexed datasets, PREFIX.bin and PREFIX.idx, as documents; with numpy alone.
 
 PREFIX.idx: the magic, version 1 (uint64), a code of the tokens' dtype (uint8), numbers of sequences and of document ends (uint64
 each), the sequences' lengths in tokens (int32), where in PREFIX.bin they begin (int64, bytes), and for each document its first
@@ -8,18 +8,84 @@ input from others: every number is checked against the files' sizes before anyth
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
+from types import TracebackType
+from typing import IO
 
 import numpy as np
 
 from megacp.errors import ConfigError
 
-__all__ = ["IndexedDocuments"]
+__all__ = ["IndexedDocuments", "IndexedWriter"]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+_UINT16_VOCABULARY = 65500  # as Megatron decides it
+
+
+class IndexedWriter:
+    """Write documents one after the other; both files appear under their names when all is written, or not at all.
+
+    Use as a context manager: leaving it by an exception writes nothing, and removes what was begun.
+
+    Args:
+        prefix: of PREFIX.bin and PREFIX.idx. vocab_size: 2-byte tokens where it permits them, else 4-byte ones.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        self.dtype = np.dtype(np.uint16 if vocab_size < _UINT16_VOCABULARY else np.int32)
+        self._files = {kind: Path(f"{prefix}.{kind}") for kind in ("bin", "idx")}
+        self._begun = {kind: Path(f"{path}.tmp") for kind, path in self._files.items()}
+        self._lengths: list[int] = []
+
+    def __enter__(self) -> IndexedWriter:
+        self._bin = self._begun["bin"].open("wb", buffering=1 << 20)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._bin.close()
+            for path in self._begun.values():
+                path.unlink(missing_ok=True)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document so far."""
+        return self._lengths
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append a document. Raises: ConfigError for an id that the dtype cannot hold."""
+        if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) <= np.iinfo(self.dtype).max):
+            raise ConfigError(
+                f"megacp: document {len(self._lengths)} has ids from {tokens.min()} to {tokens.max()}, which {self.dtype} cannot hold."
+            )
+        self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self._lengths.append(len(tokens))
+
+    def _finish(self) -> None:
+        lengths = np.array(self._lengths, "<i4")
+        code = next(code for code, dtype in _DTYPES.items() if self.dtype == dtype)
+        with self._begun["idx"].open("wb") as idx:
+            idx.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(lengths) + 1))
+            idx.write(lengths.tobytes())
+            ahead = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            idx.write(np.concatenate([[0], ahead[:-1]])[: len(lengths)].astype("<i8").tobytes())
+            idx.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+            _to_disk(idx)
+        _to_disk(self._bin)
+        self._files["idx"].unlink(missing_ok=True)  # never an old index beside new tokens
+        for kind in ("bin", "idx"):
+            os.replace(self._begun[kind], self._files[kind])
 
 
 class IndexedDocuments:
@@ -108,3 +174,8 @@ class IndexedDocuments:
         return ConfigError(
             f"megacp: {self._idx} {what}. Write it again, for example with tools/preprocess_documents.py."
         )
+
+
+def _to_disk(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megacp import ConfigError
-from megacp.data import IndexedDocuments, PackedRows, Packer
+from megacp.data import IndexedDocuments, IndexedWriter, PackedRows, Packer
 
 DOCUMENTS = [[5, 6, 7, 3], [3], [], [8] * 40, [1, 2]]
 
@@ -167,3 +167,31 @@ def test_a_packer_of_other_documents_and_an_unknown_loss_are_refused() -> None:
         PackedRows(InMemory([4, 4]), Packer([4, 5], 16, 4), 9)
     with pytest.raises(ConfigError, match="'token' or 'document'"):
         rows_of([4, 4], "row")
+
+
+@pytest.mark.parametrize("vocabulary", [2_000, 100_000])
+def test_both_files_are_byte_for_byte_those_that_megatron_writes(tmp_path: Path, vocabulary: int) -> None:
+    indexed = pytest.importorskip(
+        "megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed"
+    )
+    builder = indexed.IndexedDatasetBuilder(
+        str(tmp_path / "their.bin"), dtype=indexed.DType.optimal_dtype(vocabulary)
+    )
+    with IndexedWriter(tmp_path / "our", vocabulary) as writer:
+        for ids in DOCUMENTS:
+            builder.add_item(torch.tensor(ids, dtype=torch.int64))
+            builder.end_document()
+            writer.add(np.array(ids, np.int64))
+    builder.finalize(str(tmp_path / "their.idx"))
+    for kind in ("bin", "idx"):
+        assert (tmp_path / f"our.{kind}").read_bytes() == (tmp_path / f"their.{kind}").read_bytes()
+
+
+def test_a_writer_that_fails_leaves_nothing_of_its_own_and_keeps_what_was_there(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "d", 100) as writer:
+        writer.add(np.array([1, 2]))
+    with pytest.raises(ConfigError, match="cannot hold"), IndexedWriter(tmp_path / "d", 100) as writer:
+        writer.add(np.array([3]))
+        writer.add(np.array([1, 70_000]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+    assert IndexedDocuments(tmp_path / "d").tokens(0).tolist() == [1, 2]
