@@ -34,7 +34,10 @@ from megacp.groups import Group, as_group
 from megacp.layout import Layout
 from megacp.mask import Mask
 
-__all__ = ["Blocks", "Share", "Step"]
+__all__ = ["Blocks", "Share", "Step", "row_layout"]
+
+_PADDING = 0.01
+"""Share of a row's tokens that may be padded so that each document can be zigzagged alone."""
 
 _BUCKET = 1 << 24
 """Elements of gradients that are summed in one exchange."""
@@ -83,12 +86,13 @@ class Step:
 
     Args:
         waves: the schedule, the same on every rank. blocks: whose sizes hold those of the schedule.
-        method: how keys and values travel inside a block; see :func:`megacp.attention`.
+        method: how keys and values travel inside a block, see :func:`megacp.attention`; None is by the row's layout: a ring where
+            each document lies on all ranks of the block, else an exchange.
     Collective over all ranks: they compare their schedules.
     Raises: ConfigError, on every rank, if the schedule is for other ranks or blocks, or not the same on all ranks.
     """
 
-    def __init__(self, waves: Waves, blocks: Blocks, *, method: str = "exchange") -> None:
+    def __init__(self, waves: Waves, blocks: Blocks, *, method: str | None = None) -> None:
         whole = blocks.whole
         if waves.ranks != whole.size or not set(waves.sizes) <= set(blocks.sizes):
             raise ConfigError(
@@ -130,7 +134,8 @@ class Step:
     def finish(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """Make each parameter's gradient that of the mean loss over the global batch; give that mean. Collective over all ranks.
 
-        A rank that had no row, or whose row did not reach a parameter, gets the gradient like the others.
+        A rank that had no row, or whose row did not reach a parameter, gets the gradient like the others. A parameter that gathers
+        its gradients in an attribute ``main_grad``, as Megatron's do, gets it there.
         Raises: as :meth:`totals`.
         """
         mean, count = self.totals()
@@ -168,7 +173,8 @@ class Share:
     @property
     def method(self) -> str:
         """How keys and values travel."""
-        return self.step.method
+        by_layout = "ring" if self.layout.name == "per_document" else "exchange"
+        return by_layout if self.step.method is None else self.step.method
 
     @cached_property
     def mask(self) -> Mask:
@@ -177,8 +183,8 @@ class Share:
 
     @cached_property
     def layout(self) -> Layout:
-        """Who holds which token: all ranks of the block equally many, with equal attention work."""
-        return Layout.balanced(self.mask, self.group.size)
+        """Who holds which token: see :func:`row_layout`."""
+        return row_layout(self.row, self.step.waves.capacity, self.mask)
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -251,10 +257,21 @@ class Share:
         if padding is not None:
             kept = kept & ~padding.to(kept.device)
         weighed = torch.where(kept, loss_per_token.to(wide) * weights.to(wide), 0)
-        summed, count = weighed.sum(), torch.where(kept, weights.to(torch.float64), 0).sum()
+        noted = torch.stack([weighed.detach().double().sum(), torch.where(kept, weights.double(), 0).sum()])
         is_counted = not whole or self.group.rank == 0  # else every rank of the block has the same sum
-        self.step._note(self, torch.stack([summed.detach().double(), count]) * is_counted)
-        return summed
+        self.step._note(self, noted * is_counted)
+        return weighed.sum()
+
+
+def row_layout(row: Row, capacity: int, mask: Mask) -> Layout:
+    """Place a row on its block: each document zigzagged alone, where that pads little and the slots are there; else balanced.
+
+    Documents that were given many ranks are long, so it pads next to nothing. Both give all ranks equal tokens and equal work.
+    """
+    alone = Layout.per_document(mask.offsets[0], row.size) if mask.offsets else None
+    if alone is not None and alone.local_len <= capacity and alone.padding <= _PADDING * row.tokens:
+        return alone
+    return Layout.balanced(mask, row.size)
 
 
 def _check_same(waves: Waves, whole: Group) -> None:
@@ -272,24 +289,33 @@ def _check_same(waves: Waves, whole: Group) -> None:
 
 
 def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group parameters that need a gradient, in their order, by dtype and device, up to a size."""
+    """Group parameters that need a gradient, in their order, by the gradient's dtype and device, up to a size."""
     open_: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
-        bucket = open_.setdefault((parameter.dtype, parameter.device), [])
+        gradient = _gradient(parameter)
+        kind = (parameter if gradient is None else gradient).dtype, parameter.device
+        bucket = open_.setdefault(kind, [])
         bucket.append(parameter)
         if sum(p.numel() for p in bucket) >= _BUCKET:
-            yield open_.pop((parameter.dtype, parameter.device))
+            yield open_.pop(kind)
     yield from open_.values()
 
 
 def _sum_gradients(bucket: list[torch.Tensor], whole: Group, divisor: float) -> None:
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-    flat = comm.total(whole, torch.cat([g.reshape(-1) for g in gradients]), "the sum of gradients")
-    flat /= divisor
-    for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-        parameter.grad = part.view_as(parameter).clone()
+    for parameter in bucket:
+        if _gradient(parameter) is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [_gradient(parameter) for parameter in bucket]
+    flat = comm.total(whole, torch.cat([g.reshape(-1) for g in gradients]), "the sum of gradients") / divisor
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _gradient(parameter: torch.Tensor) -> Any:
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
 
 
 def _device(group: Group) -> torch.device:

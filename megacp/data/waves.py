@@ -110,13 +110,17 @@ class Cost:
         return self.key if self.far_key is None or self.node % size == 0 else self.far_key
 
     def document(self, tokens: int, size: int) -> float:
-        """Estimate what a document takes of each rank of a block: an equal share of its work, and the keys of the other ranks."""
+        """Estimate what a document takes of each rank of a block: its share of matrix products, and of attention.
+
+        The other ranks' keys travel behind attention, and count in its place where they take longer.
+        """
         return float(self._documents(np.array([tokens], np.int64), size)[0])
 
     def _documents(self, tokens: np.ndarray, size: int) -> np.ndarray:
         exact = tokens.astype(np.float64)
-        work = self.token * exact + self.pair * (exact * (exact + 1) / 2)
-        out: np.ndarray = work / size + exact * (self.key_over(size) * (size - 1) / size)
+        attention = self.pair * (exact * (exact + 1) / 2) / size
+        travel = exact * (self.key_over(size) * (size - 1) / size)
+        out: np.ndarray = self.token * exact / size + np.maximum(attention, travel)
         return out
 
 
@@ -212,17 +216,14 @@ def row_seconds(row: Row, cost: Cost) -> float:
 def least_seconds(
     lengths: Sequence[int], ranks: int, capacity: int, cost: Cost, sizes: Sequence[int]
 ) -> float:
-    """Give seconds that no schedule can be below: the greater of two.
+    """Give seconds that no schedule can be below: the greater of two, both without any exchange.
 
-    All work, divided evenly, without any exchange, in rows that are full; or the document that takes longest, alone on the best size.
+    All work, divided evenly, in rows that are full; or the longest document alone on the largest block.
     """
     tokens = np.array(lengths, np.int64)
-    work = float(sum(cost._documents(tokens, 1).tolist()))
-    even = (work + cost.row * int(tokens.sum()) / capacity) / ranks
-    longest = int(tokens.max())
-    fits = [size for size in sizes if longest <= size * capacity]
-    alone = min(cost.document(longest, size) for size in fits)
-    return max(even, cost.row + alone)
+    seconds = cost._documents(tokens, 1).tolist()
+    even = (float(sum(seconds)) + cost.row * int(tokens.sum()) / capacity) / ranks
+    return max(even, cost.row + float(max(seconds)) / sizes[-1])
 
 
 def block_sizes(ranks: int) -> tuple[int, ...]:
