@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -47,7 +48,8 @@ class Cost:
         token: a token's matrix products outside attention. pair: one visible (query, key) pair of attention.
         key: bringing one token's keys and values, and their gradients, to one more rank of the same node. far_key: of another node;
             as ``key`` if None. node: ranks of a node.
-        row: what a row takes whatever it holds (starting kernels, a micro-batch's own exchanges).
+        row: what a row takes whatever it holds (starting kernels, a micro-batch's own work). call: what it takes for each rank of its
+            block besides, as a ring has a step for each. tile: kernels compute attention in tiles of so many queries and keys.
     """
 
     token: float
@@ -56,12 +58,16 @@ class Cost:
     far_key: float | None = None
     node: int = 8
     row: float = 0.0
+    call: float = 0.0
+    tile: int = 1
 
     def __post_init__(self) -> None:
-        figures = (self.token, self.pair, self.key, self.far_key or 0.0, self.row)
-        if not all(0 <= x < float("inf") for x in figures) or self.node < 1 or not self.token + self.pair:
+        figures = (self.token, self.pair, self.key, self.far_key or 0.0, self.row, self.call)
+        is_sane = all(0 <= x < float("inf") for x in figures) and min(self.node, self.tile) >= 1
+        if not is_sane or not self.token + self.pair:
             raise ConfigError(
-                f"megacp: {self} is no cost. Give seconds of at least 0, one of token and pair above 0, and at least 1 rank a node."
+                f"megacp: {self} is no cost. Give seconds of at least 0, one of token and pair above 0, and a node and a "
+                "tile of at least 1."
             )
 
     @staticmethod
@@ -80,6 +86,8 @@ class Cost:
         far_rate: float,
         node: int = 8,
         row: float = 0.0,
+        call: float = 0.0,
+        tile: int = 128,
         itemsize: int = 2,
     ) -> Cost:
         """Work the cost out from a model's sizes and a cluster's rates.
@@ -90,7 +98,8 @@ class Cost:
         Args:
             matmul_rate, attention_rate: operations a second of one rank that the kernels reach, not the data sheet's.
             near_rate, far_rate: bytes a second that reach one rank from the same node, and from others.
-            row: seconds. itemsize: bytes of an element.
+            row: seconds. call: seconds that one call of an attention kernel takes to start, with its message and merge.
+            tile: of the kernels, in tokens. itemsize: bytes of an element.
         """
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
         weights = layers * (attention + 3 * hidden * ffn) + hidden * vocab
@@ -103,6 +112,8 @@ class Cost:
             far_key=moved / far_rate,
             node=node,
             row=row,
+            call=2 * layers * call,
+            tile=tile,
         )
 
     def key_over(self, size: int) -> float:
@@ -117,11 +128,18 @@ class Cost:
         return float(self._documents(np.array([tokens], np.int64), size)[0])
 
     def _documents(self, tokens: np.ndarray, size: int) -> np.ndarray:
-        exact = tokens.astype(np.float64)
-        attention = self.pair * (exact * (exact + 1) / 2) / size
-        travel = exact * (self.key_over(size) * (size - 1) / size)
-        out: np.ndarray = self.token * exact / size + np.maximum(attention, travel)
+        chunk = -(-tokens // (2 * size))  # of a zigzag; one rank alone needs no padding
+        slots = tokens if size == 1 else 2 * chunk
+        side = -(-slots // self.tile)
+        tiles = side * (side + 1) // 2 + (size - 1) * side * -(-chunk // self.tile)
+        attention = self.pair * (tiles * self.tile**2).astype(np.float64)
+        travel = self.key_over(size) * (size - 1) * slots.astype(np.float64)
+        out: np.ndarray = self.token * slots.astype(np.float64) + np.maximum(attention, travel)
         return out
+
+    def of_row(self, size: int) -> float:
+        """Give what a row takes of each of ``size`` ranks besides its documents."""
+        return self.row + self.call * size
 
 
 class Row(NamedTuple):
@@ -210,7 +228,7 @@ class Waves:
 def row_seconds(row: Row, cost: Cost) -> float:
     """Estimate what a row takes of each of its ranks."""
     lengths = np.array(row.lengths, np.int64)
-    return cost.row + float(sum(cost._documents(lengths, row.size).tolist()))
+    return cost.of_row(row.size) + float(sum(cost._documents(lengths, row.size).tolist()))
 
 
 def least_seconds(
@@ -220,10 +238,10 @@ def least_seconds(
 
     All work, divided evenly, in rows that are full; or the longest document alone on the largest block.
     """
-    tokens = np.array(lengths, np.int64)
-    seconds = cost._documents(tokens, 1).tolist()
-    even = (float(sum(seconds)) + cost.row * int(tokens.sum()) / capacity) / ranks
-    return max(even, cost.row + float(max(seconds)) / sizes[-1])
+    exact = np.array(lengths, np.float64)
+    work = (cost.token * exact + cost.pair * (exact * (exact + 1) / 2)).tolist()
+    even = (float(sum(work)) + cost.of_row(1) * float(sum(lengths)) / capacity) / ranks
+    return max(even, cost.of_row(1) + float(max(work)) / sizes[-1])
 
 
 def block_sizes(ranks: int) -> tuple[int, ...]:
@@ -323,8 +341,11 @@ class _Table:
     ) -> None:
         self.tokens, self.ranks, self.capacity, self.cost, self.sizes = tokens, ranks, capacity, cost, sizes
         self.order = [int(d) for d in np.argsort(-tokens, kind="stable") if tokens[d]]
-        share = cost.row * tokens.astype(np.float64) / capacity  # of the rows that it helps to fill
-        self.seconds = [(cost._documents(tokens, size) + share / size).tolist() for size in sizes]
+        exact = tokens.astype(np.float64)
+        self.seconds = [  # with its share of the rows that it helps to fill
+            (cost._documents(tokens, size) + exact * (cost.of_row(size) / (size * capacity))).tolist()
+            for size in sizes
+        ]
         self.least = np.searchsorted(
             np.array(sizes) * capacity, tokens
         ).tolist()  # the first that has the memory
@@ -378,12 +399,12 @@ class _Table:
         """Estimate when the last rank is done, rows counted as if packed without gaps."""
         busy = [0.0] * self.ranks
         for at, size in enumerate(self.sizes):
+            row = self.cost.of_row(size)
             for block in range(self.ranks // size):
                 documents = blocks.get((size, block), [])
                 tokens = sum(int(self.tokens[d]) for d in documents)
-                share = self.cost.row * tokens / self.capacity / size
-                seconds = sum(self.seconds[at][d] for d in documents) - share
-                seconds += self.cost.row * -(-tokens // (size * self.capacity))
+                full = tokens / (size * self.capacity)
+                seconds = sum(self.seconds[at][d] for d in documents) + row * (math.ceil(full) - full)
                 for rank in range(block * size, block * size + size):
                     busy[rank] += seconds
         return max(busy)

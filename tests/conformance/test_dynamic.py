@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,4 +165,23 @@ def test_what_is_not_exact_with_a_size_per_document_is_refused_by_name() -> None
     for change, text in zip(changes, results[0], strict=True):
         (name,) = change
         assert text.startswith(f"megacp: {name} is {change[name]!r}"), text
-    ranks.shutdown()
+
+
+def _example() -> int:
+    import megacp
+
+    megacp.uninstall()
+    path = Path(__file__).resolve().parents[2] / "examples" / "dynamic_cp.py"
+    spec = importlib.util.spec_from_file_location("dynamic_cp", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        return module.main(["--megatron", "--steps", "1", "--documents", "6"])
+    finally:
+        torn_down()
+
+
+def test_the_example_trains_a_gpt_model_with_the_gradients_of_one_rank() -> None:
+    assert ranks.run(_example, 4, timeout=200) == [0] * 4
+    ranks.shutdown()  # these workers run under the CPU runtime; other tests start afresh

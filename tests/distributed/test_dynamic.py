@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +37,9 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCAB, WIDTH)
+        self.places = torch.nn.Embedding(
+            sum(LENGTHS), WIDTH
+        )  # beside rotary positions, which are the same wherever they begin
         size = WIDTH // HEADS
         self.layers = torch.nn.ModuleList(
             torch.nn.ModuleDict(
@@ -48,7 +56,7 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, VOCAB)
 
     def forward(self, batch, attend):
-        x = self.embedding(batch["tokens"])
+        x = self.embedding(batch["tokens"]) + self.places(batch["position_ids"])
         for layer in self.layers:
             size = WIDTH // HEADS
             q, k, v = (
@@ -243,3 +251,17 @@ def test_one_rank_alone_needs_no_process_group(size):
     data = samples([5, 3, 9])
     found = train(spread([5, 3, 9], size, 12, COST), data, dynamic.Blocks())
     assert apart(found, truth(data)) <= 1e-12
+
+
+def test_the_example_trains_and_holds_its_gradients_against_one_rank():
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*launch, "examples/dynamic_cp.py", "--steps", "1", "--documents", "6"],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "gradients differ by" in done.stdout

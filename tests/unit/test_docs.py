@@ -24,6 +24,7 @@ RUN_BY = {
     "python -m megacp verify --keep verified pretrain_gpt.py": "tests/conformance/test_verify.py",
     "bash examples/pretrain_documents/run.sh": "test_the_first_command_trains_and_compares",
     "bash tests/run.sh": "this very run: .ci/run and people start it",
+    "torchrun --nproc-per-node 4 examples/dynamic_cp.py": "tests/distributed/test_dynamic.py, tests/conformance/test_dynamic.py",
     "python tools/gpu_check.py": "test_the_gpu_check_says_that_there_is_no_gpu",
     "python tools/gpu_check.py --device cpu": "test_the_gpu_check_finds_the_cpu_kernels_exact",
 }
