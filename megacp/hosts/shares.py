@@ -33,8 +33,9 @@ def running(run: Session, share: Share) -> Iterator[None]:
 def check(model: Any, share: Share, run: Session) -> None:
     """Refuse parts of a model, or of a run, that are not exact when each row has ranks of its own.
 
-    Raises: UnsupportedError naming the setting and its value.
+    Raises: UnsupportedError naming the setting and its value; SeamError if a seam that is needed is missing.
     """
+    run.check()
     config = model.config
     for setting, why, instead in _ONE:
         value = getattr(config, setting, None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 
 from megacp.testing import ranks
 from tests.conformance import families
+from tests.distributed.test_dynamic import example
 
 LENGTHS = [37, 1, 18, 3, 7, 12, 2, 1, 9, 5, 23, 11]
 CAPACITY = 12
@@ -145,8 +144,21 @@ def _refusals(changes: list[dict[str, Any]]) -> list[str]:
             found.append(str(error))
         for name, value in before.items():
             setattr(model.module.config, name, value)
+    found.append(_overlapping(model))
     torn_down()
     return found
+
+
+def _overlapping(model: Any) -> str:
+    """Wrap the model anew, in data parallelism that sums gradients during the backward pass."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    try:
+        dynamic_step(DistributedDataParallel(model.module.config, settings, model.module), samples(), None)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def test_what_is_not_exact_with_a_size_per_document_is_refused_by_name() -> None:
@@ -162,6 +174,7 @@ def test_what_is_not_exact_with_a_size_per_document_is_refused_by_name() -> None
     ]
     results = ranks.run(_refusals, 4, changes, timeout=240)
     assert all(rank == results[0] for rank in results)
+    changes.append({"overlap_grad_reduce": True})
     for change, text in zip(changes, results[0], strict=True):
         (name,) = change
         assert text.startswith(f"megacp: {name} is {change[name]!r}"), text
@@ -171,13 +184,8 @@ def _example() -> int:
     import megacp
 
     megacp.uninstall()
-    path = Path(__file__).resolve().parents[2] / "examples" / "dynamic_cp.py"
-    spec = importlib.util.spec_from_file_location("dynamic_cp", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     try:
-        return module.main(["--megatron", "--steps", "1", "--documents", "6"])
+        return example("--megatron")
     finally:
         torn_down()
 
@@ -185,3 +193,12 @@ def _example() -> int:
 def test_the_example_trains_a_gpt_model_with_the_gradients_of_one_rank() -> None:
     assert ranks.run(_example, 4, timeout=200) == [0] * 4
     ranks.shutdown()  # these workers run under the CPU runtime; other tests start afresh
+
+
+def test_a_share_without_hooks_is_refused() -> None:
+    import megacp
+    from megacp.hosts import sharing
+
+    megacp.uninstall()
+    with pytest.raises(megacp.ConfigError, match=r"megacp is not installed. Call megacp.install\(\) first"):
+        sharing(None)  # type: ignore[arg-type]
