@@ -31,14 +31,18 @@ class Flag:
         return "--megacp-" + self.field.replace("_", "-")
 
 
-LAYOUTS = ("auto", "zigzag", "contiguous")
+LAYOUTS = ("auto", "zigzag", "contiguous", "balanced", "per_document")
 DOCUMENTS = ("off", "eod", "positions")
 DROPOUT = ("off", "positions")
 BROADCAST_DATA = ("off", "on")
 REPORTS = ("auto", "off")
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("layout", "{" + ",".join(LAYOUTS) + "}", "who owns which token; auto balances causal work"),
+    Flag(
+        "layout",
+        "{" + ",".join(LAYOUTS) + "}",
+        "who owns which token; auto: zigzag, or for packed documents balanced where that is faster",
+    ),
     Flag(
         "documents",
         "{" + ",".join(DOCUMENTS) + "}",
@@ -64,7 +68,7 @@ FLAGS: tuple[Flag, ...] = (
 class Config:
     """Hold the settings of one run; equal on every rank.
 
-    layout: ``auto``, ``zigzag`` or ``contiguous``. documents: ``off``, ``eod`` or ``positions``.
+    layout: ``auto``, ``zigzag``, ``contiguous``, ``balanced`` or ``per_document``. documents: ``off``, ``eod`` or ``positions``.
     dropout: ``off`` (refused over ranks) or ``positions`` (drawn by megacp, from positions, at every size).
     broadcast_data: ``off`` (each rank reads the data) or ``on`` (one of those that share a sequence does, for all of them).
     kernel: a name of the kernel registry, or ``auto``. report: ``auto`` or ``off``.

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ class Share:
     @cached_property
     def mask(self) -> Mask:
         """What may attend to what: causal within each document."""
-        return Mask.documents([sum(self.row.lengths[:i]) for i in range(len(self.row.lengths) + 1)])
+        return Mask.documents(list(accumulate(self.row.lengths, initial=0)))
 
     @cached_property
     def layout(self) -> Layout:

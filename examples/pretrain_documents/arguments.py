@@ -91,6 +91,15 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--loss-mask-range", nargs=2, type=int, metavar=("START", "STOP"), default=None,
                        help="count the loss of only these positions of each sample")  # fmt: skip
 
+    group.add_argument("--pack-documents", action="store_true",
+                       help="rows of whole documents; keep them apart with --megacp-documents positions")  # fmt: skip
+    group.add_argument("--cut-documents", action="store_true",
+                       help="with --pack-documents: cut what is longer than a row; else it is refused")  # fmt: skip
+    group.add_argument("--loss-per-document", action="store_true",
+                       help="with --pack-documents: each document counts alike, however long it is")  # fmt: skip
+    group.add_argument("--log-documents", default=None, metavar="FOLDER",
+                       help="with --pack-documents: a JSON line, with a hash, for each document trained on")  # fmt: skip
+
     group = parser.add_argument_group("checkpoints and logs")
     group.add_argument("--save", default=None, metavar="FOLDER")
     group.add_argument("--load", default=None, metavar="FOLDER")
@@ -140,6 +149,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "Megatron's gradient clipping and its distributed optimizer take no float64 gradients:"
             " --params-dtype float64 needs --clip-grad 0 and no --use-distributed-optimizer."
+        )
+    if not args.pack_documents and (args.cut_documents or args.loss_per_document or args.log_documents):
+        parser.error("--cut-documents, --loss-per-document and --log-documents need --pack-documents.")
+    if args.pack_documents and len(args.data_path) != 1:
+        parser.error("--pack-documents takes one --data-path, a prefix without a weight.")
+    if args.loss_per_document and not args.calculate_per_token_loss:
+        parser.error(
+            "--loss-per-document needs --calculate-per-token-loss: one mean over the whole global batch."
         )
     args.loss_range = (0, args.seq_length)
     if args.loss_mask_range is not None:

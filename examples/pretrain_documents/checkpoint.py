@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 
+from megacp.data import PackedRows
+
+PACKED = "packed_documents.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -40,7 +44,14 @@ def _state(model: list[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
     return state
 
 
-def save(args: argparse.Namespace, iteration: int, model: list[Any], optimizer: Any, scheduler: Any) -> None:
+def save(
+    args: argparse.Namespace,
+    iteration: int,
+    model: list[Any],
+    optimizer: Any,
+    scheduler: Any,
+    packed: PackedRows | None = None,
+) -> None:
     """Write a checkpoint under a temporary name, then rename it, then point the tracker at it."""
     folder = Path(args.save)
     final, temporary = folder / f"iter_{iteration:07d}", folder / f"iter_{iteration:07d}.tmp"
@@ -52,6 +63,8 @@ def save(args: argparse.Namespace, iteration: int, model: list[Any], optimizer: 
     state = _state(model, optimizer, loading=False)
     state.update(iteration=iteration, scheduler=scheduler.state_dict())
     dist_checkpointing.save(state, str(temporary))
+    if packed is not None and rank == 0:  # alike on every rank
+        (temporary / PACKED).write_text(json.dumps(packed.state_dict(iteration)))
     torch.distributed.barrier()
     if rank == 0:
         shutil.rmtree(final, ignore_errors=True)
@@ -61,7 +74,13 @@ def save(args: argparse.Namespace, iteration: int, model: list[Any], optimizer: 
     torch.distributed.barrier()
 
 
-def load(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any) -> int:
+def load(
+    args: argparse.Namespace,
+    model: list[Any],
+    optimizer: Any,
+    scheduler: Any,
+    packed: PackedRows | None = None,
+) -> int:
     """Restore the newest checkpoint and give its step; 0 where there is none yet.
 
     No random state is kept: with dropout (0 by default) a resumed run draws other masks.
@@ -77,6 +96,12 @@ def load(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: 
         unwrap(chunk).load_state_dict(state["model" if len(model) == 1 else f"model{i}"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
+    if packed is not None:
+        if not (folder / PACKED).exists():
+            raise SystemExit(
+                f"{folder} was written without --pack-documents: there is no place to go on from."
+            )
+        packed.load_state_dict(json.loads((folder / PACKED).read_text()))
     return int(state["iteration"])
 
 

@@ -1,9 +1,16 @@
-"""From Megatron's indexed dataset to micro-batches: each rank reads whole samples, its data-parallel rank says which."""
+"""From Megatron's indexed dataset to micro-batches: each rank reads whole samples, its data-parallel rank says which.
+
+Samples are Megatron's own, documents one after the other and cut where a sample ends; or, with --pack-documents, rows of whole
+documents, packed by megacp.data, whose stream goes on after a resume wherever it stood, at any size of anything.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import sentencepiece
@@ -12,6 +19,8 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
+
+from megacp.data import IndexedDocuments, PackedRows, Packer
 
 Batch = dict[str, torch.Tensor]
 
@@ -64,12 +73,59 @@ class PureDataParallelSampler:
             yield list(range(start, start + self.size))
 
 
+def pack_documents(args: argparse.Namespace, tokenizer: Tokenizer) -> PackedRows:
+    """Pack the documents of the training data into rows of whole documents, alike on every rank."""
+    documents = IndexedDocuments(args.data_path[0])
+    packer = Packer(
+        documents.lengths,
+        args.seq_length,
+        args.global_batch_size,
+        ranks=args.data_parallel_size,
+        seed=args.seed,
+        cut=args.cut_documents,
+    )
+    kind = "document" if args.loss_per_document else "token"
+    return PackedRows(documents, packer, tokenizer.eod, loss=kind)
+
+
+def packed_batches(
+    args: argparse.Namespace, rows: PackedRows, iteration: int, iterations: int
+) -> Iterator[Batch]:
+    """Give this data-parallel rank's micro-batches of packed rows, from step `iteration` up to `iterations`."""
+    mine = args.global_batch_size // args.data_parallel_size
+    first = parallel_state.get_data_parallel_rank() * mine
+    for number in range(iteration, iterations):
+        for start in range(first, first + mine, args.micro_batch_size):
+            at = range(start, start + args.micro_batch_size)
+            samples = [rows.row(number, row) for row in at]
+            if args.log_documents:
+                for row, sample in zip(at, samples, strict=True):
+                    _note(args, number, rows, row, sample["tokens"])
+            yield {name: torch.stack([torch.from_numpy(s[name]) for s in samples]) for name in samples[0]}
+
+
+def _note(args: argparse.Namespace, number: int, rows: PackedRows, row: int, tokens: Any) -> None:
+    """Append what a row holds, with a hash of each document's tokens, to a file of this rank's."""
+    path = Path(args.log_documents) / f"rank{torch.distributed.get_rank()}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    at = 0
+    with path.open("a") as log:
+        for piece in rows.pieces(number, row):
+            digest = hashlib.blake2b(tokens[at : at + piece.tokens].tobytes(), digest_size=8).hexdigest()
+            log.write(
+                json.dumps({"step": number + 1, "row": row, "piece": list(piece), "hash": digest}) + "\n"
+            )
+            at += piece.tokens
+
+
 def batches(
-    args: argparse.Namespace, dataset: GPTDataset, chunks: int, iteration: int, iterations: int
+    args: argparse.Namespace, dataset: GPTDataset | PackedRows, chunks: int, iteration: int, iterations: int
 ) -> list[Iterator[Batch]]:
     """Give one iterator a model chunk (virtual pipeline stage), from step `iteration` up to `iterations`."""
 
     def loader() -> Iterator[Batch]:
+        if isinstance(dataset, PackedRows):
+            return packed_batches(args, dataset, iteration, iterations)
         sampler = PureDataParallelSampler(args, iteration, iterations)
         return iter(torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=args.num_workers))
 

@@ -24,7 +24,7 @@ import checkpoint
 import torch
 import torch.distributed as dist
 from arguments import parse_args
-from data import Batch, Tokenizer, batches, build_datasets, get_batch
+from data import Batch, Tokenizer, batches, build_datasets, get_batch, pack_documents
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -173,7 +173,7 @@ def loss_func(
     losses = output.view(-1).to(torch.promote_types(output.dtype, torch.float32))
     mask = loss_mask.view(-1).to(losses.dtype)
     loss = torch.sum(losses * mask)
-    num_tokens = mask.sum().detach().to(torch.int)
+    num_tokens = mask.sum().detach().round().to(torch.int)
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach().clone(), num_tokens.to(loss.dtype)])}
 
 
@@ -275,7 +275,10 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     train_set, valid_set = build_datasets(args, tokenizer)
-    done = checkpoint.load(args, model, optimizer, scheduler) if args.load else 0
+    packed = pack_documents(args, tokenizer) if args.pack_documents else None
+    if packed is not None:
+        train_set = packed
+    done = checkpoint.load(args, model, optimizer, scheduler, packed) if args.load else 0
     data = batches(args, train_set, len(model), done, args.train_iters)
     title = f"context-parallel size {args.context_parallel_size}"
     with closing(Reporter(title, args.train_iters, done, args.log_interval, args.log_json)) as report:
@@ -295,7 +298,7 @@ def train(args: argparse.Namespace) -> list[dict[str, Any]]:
                 loss = evaluate(args, model, valid_set)
                 report.evaluation({"iteration": iteration, "validation_loss": loss})
             if args.save and (final or (args.save_interval and iteration % args.save_interval == 0)):
-                checkpoint.save(args, iteration, model, optimizer, scheduler)
+                checkpoint.save(args, iteration, model, optimizer, scheduler, packed)
             if final:
                 break
     if args.dump_parameters:

@@ -41,26 +41,26 @@ def check_sequence_length(
 
     Raises: ConfigError with the next legal length.
     """
-    chunks = 1 if layout == "contiguous" else 2
+    if layout == "per_document":  # pads each document inside
+        return
+    chunks = 2 if layout == "zigzag" else 1
     unit = chunks * cp * (tp if sequence_parallel else 1)
     if cp > 1 and seq_len % unit:
         also = f" * tensor-parallel size {tp} (sequence parallelism)" if sequence_parallel and tp > 1 else ""
         raise ConfigError(
             f"megacp: sequence length {seq_len} cannot be split by layout '{layout}' over context-parallel size {cp}. "
             f"It needs a multiple of {chunks} * {cp}{also} = {unit}. Use --seq-length {-(-seq_len // unit) * unit}"
-            + (
-                "."
-                if layout == "contiguous"
-                else f", or --megacp-layout contiguous (a multiple of {unit // 2})."
-            )
+            + ("." if chunks == 1 else f", or --megacp-layout contiguous (a multiple of {unit // 2}).")
         )
 
 
-def check_model_config(config: Any, cp: int, has_documents: bool, has_keyed_dropout: bool = False) -> None:
+def check_model_config(
+    config: Any, cp: int, has_documents: bool, has_keyed_dropout: bool = False, layout: str = "auto"
+) -> None:
     """Refuse parts of a model that megacp cannot yet run exactly.
 
     Args:
-        config: the host's TransformerConfig. has_keyed_dropout: dropout is drawn from positions.
+        config: the host's TransformerConfig. has_keyed_dropout: dropout is drawn from positions. layout: as the user named it.
     Raises: ConfigError for a wrong setting, UnsupportedError for a part that is not offered; both name setting and value.
     """
     for setting, refused, why, instead in _RULES:
@@ -73,6 +73,8 @@ def check_model_config(config: Any, cp: int, has_documents: bool, has_keyed_drop
                 f"megacp: {setting} is {value!r}, which {what} does not offer: {why}. {instead}"
             )
     _check_pairs(config, cp, has_documents)
+    if cp > 1:
+        _check_layout(config, layout)
     names = comm_types(config)
     layers = getattr(config, "num_layers", len(names))
     if len(names) not in (1, layers):
@@ -88,6 +90,32 @@ def check_model_config(config: Any, cp: int, has_documents: bool, has_keyed_drop
         for name in names:
             if name != methods.AUTO:
                 methods.levels(methods.resolve(name), cp, tuple(hierarchy))
+
+
+def _check_layout(config: Any, layout: str) -> None:
+    """Refuse layouts that differ by micro-batch where the host needs to know one before."""
+    if layout in ("balanced", "per_document") and getattr(config, "multi_latent_attention", False):
+        raise UnsupportedError(
+            f"megacp: --megacp-layout {layout} is not offered with multi_latent_attention: its layers ask for positions anew in "
+            "recompute, when the micro-batch is no longer known. Use --megacp-layout zigzag."
+        )
+    if layout != "per_document":
+        return
+    for setting, what in _EQUAL_PARTS.items():
+        value = getattr(config, setting, None)
+        if value and not (value == 1 and setting == "pipeline_model_parallel_size"):
+            raise UnsupportedError(
+                f"megacp: --megacp-layout per_document is not offered with {setting} {value!r}: it pads each document to a multiple "
+                f"of twice the group, and {what}. Use --megacp-layout balanced, which does not pad."
+            )
+
+
+_EQUAL_PARTS = {
+    "pipeline_model_parallel_size": "the pipeline expects the same number of tokens in every message",
+    "sequence_parallel": "sequence parallelism divides the rank's tokens by the tensor-parallel size",
+    "num_moe_experts": "a router counts padding among its tokens",
+    "mtp_num_layers": "multi-token prediction counts padding among its tokens",
+}
 
 
 def _check_pairs(config: Any, cp: int, has_documents: bool) -> None:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from megacp import kernels, methods
 from megacp.config import Config
 from megacp.dynamic import Share
+from megacp.errors import SeamError
 from megacp.groups import Group, as_group
 from megacp.hosts.documents import Mailbox
+from megacp.hosts.placement import changes_by_batch
 from megacp.hosts.splits import Split
 from megacp.layout import Layout
 
@@ -37,6 +39,7 @@ class Session:
         is_averaged: the host averages gradients over the group; else it sums them.
         attached_scales, router_tokens: what the host scales attached losses by (see hosts.megatron.attached).
         split: of the micro-batch that is in the model's forward.
+        asks_late: the model's layers ask for positions themselves, in recompute too, so all micro-batches have one layout.
         token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
         share: the row that the model runs on its own block of ranks now (see hosts.shares); None without dynamic sizes.
     """
@@ -62,6 +65,7 @@ class Session:
     router_tokens: float | None = None
     split: Split | None = None
     share: Share | None = None
+    asks_late: bool = False
 
     def __post_init__(self) -> None:
         if self.eod is None:
@@ -85,14 +89,26 @@ class Session:
 
     @property
     def layout_name(self) -> str:
-        """Name the layout in force."""
+        """Name the layout that a sequence must suit."""
         return "zigzag" if self.config.layout == "auto" else self.config.layout
 
-    def layout(self, seq_len: int, cp_size: int) -> Layout:
-        """Make the layout of a sequence of ``seq_len`` tokens.
+    @property
+    def changes_layout(self) -> bool:
+        """Say whether micro-batches may get different layouts."""
+        return changes_by_batch(self.config.layout, self.has_documents) and not self.asks_late
 
-        Raises: ConfigError if it cannot be split without padding.
+    def layout(self, seq_len: int, cp_size: int) -> Layout:
+        """Give the layout of the micro-batch that is in the model's forward, or of any where all have the same.
+
+        Raises: ConfigError if a sequence of ``seq_len`` tokens cannot be split without padding; SeamError if none is in the model.
         """
+        if self.split is not None and self.split.layout.seq_len == seq_len:
+            return self.split.layout
+        if self.changes_layout:
+            raise SeamError(
+                f"megacp: positions of {seq_len} tokens were asked for outside the model's forward pass, and with --megacp-layout "
+                f"{self.config.layout} each micro-batch has tokens elsewhere. Use --megacp-layout zigzag."
+            )
         make = Layout.contiguous if self.layout_name == "contiguous" else Layout.zigzag
         return make(seq_len, cp_size, pad=False)
 
@@ -123,14 +139,16 @@ class Session:
                 self.pipeline = as_group(group)
         self.mailbox = Mailbox(self.pipeline, chunks)
 
-    def announce(self, split: Split, kernel: str) -> None:
+    def announce(self, split: Split, kernel: str, why: str) -> None:
         """Print once, on rank 0, what was hooked and what is in force, and why."""
         if self.is_announced:
             return
         self.is_announced = True
         self.facts.update(
             {
-                **(self._share_facts(self.share) if self.share is not None else self._split_facts(split)),
+                **(
+                    self._share_facts(self.share) if self.share is not None else self._split_facts(split, why)
+                ),
                 "kernel": f"{kernel} ({'auto: first that is exact here' if self.config.kernel == 'auto' else 'asked for'}; "
                 f"known: {', '.join(kernels.names())})",
                 **(
@@ -144,14 +162,14 @@ class Session:
         if self.config.report != "off" and (not dist.is_initialized() or dist.get_rank() == 0):
             print(self.text(), file=sys.stderr, flush=True)
 
-    def _split_facts(self, split: Split) -> dict[str, str]:
+    def _split_facts(self, split: Split, why: str) -> dict[str, str]:
         layout = split.layout
-        why = "asked for" if self.config.layout != "auto" else "auto: equal causal work on every rank"
         return {
             "context parallel": f"{split.group.size} ranks share each sequence of {layout.seq_len} tokens"
             if split.group.size > 1
             else f"off, each rank holds whole sequences of {layout.seq_len} tokens",
-            "layout": f"{layout.name} ({why}), {layout.local_len} tokens a rank",
+            "layout": f"{layout.name} ({why}), {layout.local_len} tokens a rank"
+            + ("; by micro-batch, this is the first" if self.changes_layout else ""),
             "mask": split.mask.kind + (f", from {self.config.documents}" if self.has_documents else ""),
             "method": f"{self._method_words()} (the host's --cp-comm-type)",
         }

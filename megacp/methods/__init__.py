@@ -27,9 +27,11 @@ from megacp.plans import Plan, Schedule, Sizes, Step
 __all__ = [
     "Call",
     "Choice",
+    "Estimate",
     "Method",
     "accumulation_dtype",
     "choose",
+    "estimate",
     "levels",
     "names",
     "refusal",
@@ -160,7 +162,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-class _Estimate(NamedTuple):
+class Estimate(NamedTuple):
     """One forward and backward pass of the busiest rank: time in operations, bytes received, kernel calls, work by the mean's."""
 
     time: float
@@ -201,12 +203,35 @@ def choose(layout: Layout, mask: Mask, sizes: Sizes, itemsize: int = 2, device: 
     return Choice(best, ". ".join([why, *left_out]))
 
 
-def _estimated(plan: Plan, sizes: Sizes, itemsize: int, device: str) -> _Estimate:
+def estimate(
+    layout: Layout,
+    mask: Mask,
+    method: str,
+    sizes: Sizes,
+    itemsize: int = 2,
+    device: str = "cuda",
+    hierarchy: Sequence[int] = (),
+) -> Estimate:
+    """Estimate one pass of a method, or of the one that ``auto`` would take.
+
+    Args:
+        itemsize: bytes of an element of the inputs. hierarchy: (inner, outer) sizes for a method of two levels, if they are given.
+    Raises: ConfigError for an unknown method, or sizes that do not fit.
+    """
+    if method == AUTO:
+        method = choose(layout, mask, sizes, itemsize, device).method
+    schedule = resolve(method)
+    asked = hierarchy if hierarchy and hasattr(schedule, "levels") else None
+    plan = Plan(layout, mask, schedule, levels(schedule, layout.cp_size, asked, sizes.kv_heads))
+    return _estimated(plan, sizes, itemsize, device)
+
+
+def _estimated(plan: Plan, sizes: Sizes, itemsize: int, device: str) -> Estimate:
     cp_size = plan.layout.cp_size
     per_byte, per_call = _RATES.get(device, _RATES["cuda"])
     pairs = [plan.pairs(rank) * len(plan.heads(rank, sizes.heads)) for rank in range(cp_size)]
     exact = 8 if itemsize == 8 else 4
-    slowest = _Estimate(0.0, 0, 0, max(pairs) * cp_size / max(sum(pairs), 1))
+    slowest = Estimate(0.0, 0, 0, max(pairs) * cp_size / max(sum(pairs), 1))
     for rank in sorted({0, (cp_size - 1) // 2, cp_size - 1}):
         steps, time, received = plan.steps(rank), 0.0, 0
         work = 2 * len(plan.heads(rank, sizes.heads)) * (sizes.head_dim + sizes.value_dim)
@@ -225,7 +250,7 @@ def _estimated(plan: Plan, sizes: Sizes, itemsize: int, device: str) -> _Estimat
                 time += max(done, behind) if step.receives else done
             time += calls * per_call + (0.0 if receiving else size * per_byte)
             received += size
-        slowest = max(slowest, _Estimate(time, received, 2 * calls, slowest.balance))
+        slowest = max(slowest, Estimate(time, received, 2 * calls, slowest.balance))
     return slowest
 
 

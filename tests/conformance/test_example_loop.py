@@ -109,9 +109,36 @@ def test_documents_by_positions_are_those_by_eod(trainings: Trainings) -> None:
     assert_same(by_eod, by_positions, 1e-12)
 
 
-def test_contiguous_layout_trains_the_same_float64(trainings: Trainings) -> None:
-    alone = trainings.run(documents="eod")
-    assert_same(alone, trainings.run(*cp(2), ranks_used=2, documents="eod", layout="contiguous"), 1e-9)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced", "per_document"])
+def test_every_layout_trains_the_same_float64(trainings: Trainings, layout: str) -> None:
+    rows = ("--micro-batch-size", "1") if layout == "per_document" else ()
+    alone = trainings.run(*rows, documents="eod")
+    assert_same(alone, trainings.run(*rows, *cp(2), ranks_used=2, documents="eod", layout=layout), 1e-9)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--cp-comm-type", "exchange", "--recompute-granularity", "full", "--recompute-method", "uniform",
+         "--recompute-num-layers", "1"),
+        ("--position-embedding-type", "learned_absolute", "--reset-position-ids"),
+    ],
+    ids=["exchange, recomputed", "learned positions"],
+)  # fmt: skip
+def test_a_layout_for_each_micro_batch_trains_the_same_float64(
+    trainings: Trainings, flags: tuple[str, ...]
+) -> None:
+    shared = flags[2:] if flags[0] == "--cp-comm-type" else flags
+    alone = trainings.run(*shared, documents="eod")
+    split = trainings.run(*cp(4), *flags, ranks_used=4, documents="eod", layout="balanced")
+    assert_same(alone, split, 1e-9)
+
+
+def test_later_pipeline_stages_find_the_same_layouts_float64(trainings: Trainings) -> None:
+    pp = ("--pipeline-model-parallel-size", "2")
+    alone = trainings.run(*pp, ranks_used=2, documents="eod")
+    split = trainings.run(*pp, *cp(2), ranks_used=4, documents="eod", layout="balanced")
+    assert_same(alone, split, 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -256,3 +283,41 @@ def test_d42_a_checkpoint_of_one_size_goes_on_at_another_as_if_never_stopped_flo
     assert [r["iteration"] for r in (*saved.records, *resumed.records)] == [*range(1, STEPS + 1)]
     found = differences(Run(whole.records[STEPS // 2 :], whole.parameters), resumed)
     assert max(found.values()) <= 1e-9, found
+
+
+PACKED = ("--pack-documents", "--cut-documents", "--calculate-per-token-loss")
+
+
+@pytest.mark.parametrize("loss", [(), ("--loss-per-document",)], ids=["by token", "by document"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_packed_documents_train_the_same_at_any_size_float64(
+    trainings: Trainings, size: int, loss: tuple[str, ...]
+) -> None:
+    flags = (*PACKED, *loss)
+    alone = trainings.run(*flags, documents="positions")
+    layout = {2: "auto", 4: "balanced"}[size]
+    split = trainings.run(
+        *flags,
+        *cp(size),
+        "--cp-comm-type",
+        "exchange",
+        ranks_used=size,
+        documents="positions",
+        layout=layout,
+    )
+    assert_same(alone, split, 1e-9)
+
+
+def test_a_loss_by_document_is_another_than_by_token(trainings: Trainings) -> None:
+    by_token = trainings.run(*PACKED, documents="positions")
+    by_document = trainings.run(*PACKED, "--loss-per-document", documents="positions")
+    assert differences(by_token, by_document)["grad_norm"] > 1e-3
+
+
+def test_packed_documents_on_two_replicas_and_two_pipeline_stages_train_the_same_float64(
+    trainings: Trainings,
+) -> None:
+    flags = (*PACKED, "--pipeline-model-parallel-size", "2")
+    alone = trainings.run(*flags, ranks_used=4, documents="positions")
+    split = trainings.run(*flags, *cp(2), ranks_used=8, documents="positions", layout="balanced")
+    assert_same(alone, split, 1e-9)

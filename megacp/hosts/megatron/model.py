@@ -17,6 +17,7 @@ from megacp.hosts.documents import document_mask, starts_of
 from megacp.hosts.hooks import Function
 from megacp.hosts.megatron import dropout
 from megacp.hosts.megatron.settings import cp_group
+from megacp.hosts.placement import Placement, place
 from megacp.hosts.session import Session
 from megacp.hosts.splits import Split, ticket
 from megacp.mask import Mask
@@ -43,8 +44,10 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
         if asked and not hasattr(config, "cp_comm_type"):
             config.cp_comm_type = list(asked) if len(asked) > 1 else asked[0]
         if session().is_in_force(cp):
-            limits.check_model_config(config, cp, session().has_documents, session().has_keyed_dropout)
-            session().methods = limits.comm_types(config)
+            run = session()
+            limits.check_model_config(config, cp, run.has_documents, run.has_keyed_dropout, run.config.layout)
+            run.methods = limits.comm_types(config)
+            run.asks_late = bool(getattr(config, "multi_latent_attention", False))
         given = getattr(config, "cp_comm_type", None)
         if isinstance(
             given, list
@@ -107,7 +110,10 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
             shares.check(self, share, session())
             _check_attention(self, share.step.waves.ranks)
         _check_same_sample(batch, group, session())
-        split = dropout.keyed(_split(self, batch, session(), group), self, session())
+        placement, mask = _split(self, batch, session(), group)
+        split = dropout.keyed(
+            Split(placement.layout, mask, group, method=share.method if share else None), self, session()
+        )
         _check_dense_mask(batch.get("attention_mask"), split.mask)
         ends = None
         if session().has_documents and batch.get("labels") is not None:
@@ -122,7 +128,7 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         if whole_mask is not None:
             batch["loss_mask"] = whole_mask
         batch["attention_mask"] = ticket(split)
-        session().announce(split, _kernel_name(self, session()))
+        session().announce(split, _kernel_name(self, session()), placement.reason)
         session().split = split
         drops = split.dropout_key and self.config.hidden_dropout and getattr(self, "pre_process", True)
         try:
@@ -188,18 +194,24 @@ _WHY_NOT = {
 }
 
 
-def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> Split:
+def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> tuple[Placement, Mask]:
     """Work out layout and mask of the micro-batch at hand."""
     if run.share is not None:
-        return Split(run.share.layout, run.share.mask, group, method=run.share.method)
+        return Placement(run.share.layout, "by document"), run.share.mask
     rows, seq_len = _shape(model, batch, group)
     config = model.config
     limits.check_sequence_length(
         seq_len, group.size, run.layout_name, config.tensor_model_parallel_size, config.sequence_parallel
     )
-    layout = run.layout(seq_len, group.size)
+    mask = _mask(model, batch, run, (rows, seq_len))
+    device = next(model.parameters()).device.type
+    return place(run.config.layout, mask, group.size, config, run.methods, device), mask
+
+
+def _mask(model: Any, batch: dict[str, Any], run: Session, shape: tuple[int, int]) -> Mask:
+    """Return the mask of the micro-batch at hand; later pipeline stages get its documents from the first."""
     if not run.has_documents:
-        return Split(layout, _causal(seq_len), group)
+        return _causal(shape[1])
     mailbox = run.mailbox
     if mailbox is None:
         raise UnsupportedError(
@@ -210,8 +222,8 @@ def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> Spl
         starts = starts_of(run.config.documents, batch.get("input_ids"), batch.get("position_ids"), run.eod)
         mailbox.put(starts)
     else:
-        starts = mailbox.get(chunk, rows, seq_len)
-    return Split(layout, document_mask(starts), group)
+        starts = mailbox.get(chunk, *shape)
+    return document_mask(starts)
 
 
 def _check_same_sample(batch: dict[str, Any], group: Group, run: Session) -> None:
