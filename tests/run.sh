@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run every check of this repository: lint, format, types, import contracts, tests. What follows on the command
-# line goes to pytest: `bash tests/run.sh tests/unit -k ring`. Stops at the first part that fails.
+# line goes to pytest: `bash tests/run.sh tests/unit -k ring`. Stops at the first part that fails. Files of tests run side by
+# side, up to four; with MEGACP_TREES they run one after the other, so that what was found stands in one table.
 # See tools/venv.sh for the environment that is made and the variables that change it.
 
 set -u -o pipefail
@@ -28,4 +29,6 @@ part "lint (ruff check)" "$PYTHON" -m ruff check
 part "format (ruff format --check)" "$PYTHON" -m ruff format --check
 part "types (mypy)" "$PYTHON" -m mypy
 part "import contracts (lint-imports)" "$(dirname "$PYTHON")/lint-imports" --no-logo
-part "tests (pytest)" "$PYTHON" -m pytest "$@"
+workers=auto
+[ -z "${MEGACP_TREES:-}" ] || workers=0
+part "tests (pytest)" "$PYTHON" -m pytest --numprocesses "$workers" --maxprocesses 4 --dist loadfile "$@"

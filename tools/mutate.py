@@ -159,7 +159,7 @@ FAULTS = (
     Fault(
         "gradients are averaged over the group",
         "megacp/hosts/megatron/model.py",
-        "factor = group.size if session().is_averaged else 1",
+        "factor = group.size if session().is_averaged and share is None else 1",
         "factor = 1",
         ANSWERS,
     ),

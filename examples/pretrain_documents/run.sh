@@ -2,10 +2,10 @@
 # Pretrain a small GPT on the Python standard library's sources twice, with its sequences over two ranks and without,
 # and compare. From a fresh clone this is all that is needed:
 #
-#     bash examples/pretrain_documents/run.sh [FLAGS OF pretrain.py, for both trainings]
+#     bash examples/pretrain_documents/run.sh [FLAGS OF pretrain.py AND OF megacp, for both trainings]
 #
 # See tools/venv.sh for the environment that is made and the variables that change it. MEGACP_RUNS names another
-# folder than runs/pretrain_documents for the results.
+# folder than runs/pretrain_documents for the results, MEGACP_CP another number of ranks than 2.
 
 set -eu -o pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -14,14 +14,15 @@ megacp_venv megatron
 
 runs=${MEGACP_RUNS:-runs/pretrain_documents}
 here=examples/pretrain_documents
+size=${MEGACP_CP:-2}
 corpus=$runs/stdlib
 mkdir -p "$runs"
 
 export PYTHONWARNINGS=ignore   # megatron-core warns that Transformer Engine and Apex are not here
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export OMP_NUM_THREADS=1       # one core a rank
-if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -lt 2 ]; then
-    export CUDA_VISIBLE_DEVICES= # two ranks need two GPUs; both trainings run on the CPU then
+if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -lt "$size" ]; then
+    export CUDA_VISIBLE_DEVICES= # each rank needs a GPU; both trainings run on the CPU then
 fi
 
 part() { echo; echo "==== $*"; }
@@ -52,9 +53,9 @@ train() { # CP FLAGS...: the same training with its sequences over CP ranks
         --context-parallel-size "$cp" --megacp-documents eod "$@"
 }
 
-part "Training with each sequence over 2 ranks: --context-parallel-size 2"
-train 2 "$@"
+part "Training with each sequence over $size ranks: --context-parallel-size $size"
+train "$size" "$@"
 part "The same on 1 rank: --context-parallel-size 1"
 train 1 "$@"
 part "The two compared"
-"$PYTHON" $here/compare.py "$runs/cp1" "$runs/cp2" --picture "$runs/losses.png"
+"$PYTHON" $here/compare.py "$runs/cp1" "$runs/cp$size" --picture "$runs/losses.png"

@@ -23,6 +23,9 @@ RUN_BY = {
     "torchrun --nproc-per-node 2 -m megacp pretrain_gpt.py": "tests/conformance/test_cpu_page.py",
     "python -m megacp verify --keep verified pretrain_gpt.py": "tests/conformance/test_verify.py",
     "bash examples/pretrain_documents/run.sh": "test_the_first_command_trains_and_compares",
+    "bash examples/long_documents.sh": "test_the_other_examples_train_and_compare",
+    "bash examples/answers_only.sh": "test_the_other_examples_train_and_compare",
+    "python examples/multimodal_row.py": "test_the_multimodal_row_is_exact",
     "bash tests/run.sh": "this very run: .ci/run and people start it",
     "torchrun --nproc-per-node 4 examples/dynamic_cp.py": "tests/distributed/test_dynamic.py, tests/conformance/test_dynamic.py",
     "python tools/gpu_check.py": "test_the_gpu_check_says_that_there_is_no_gpu",
@@ -89,6 +92,44 @@ def test_the_first_command_trains_and_compares(tmp_path: Path) -> None:
     assert "megacp is hooked in:" in done.stderr and "2 ranks share each sequence" in done.stderr
     assert "largest relative difference of a parameter" in done.stdout
     assert "The same training" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "cp"), [("long_documents", 4), ("answers_only", 2)], ids=["long documents", "answers only"]
+)
+def test_the_other_examples_train_and_compare(name: str, cp: int, tmp_path: Path) -> None:
+    pytest.importorskip(
+        "megatron.core", reason="megatron-core is not installed: pip install 'megacp[megatron]'"
+    )
+    small = [
+        "--train-iters",
+        "2",
+        "--lr-warmup-iters",
+        "0",
+        "--eval-iters",
+        "0",
+        "--num-layers",
+        "1",
+        "--seq-length",
+        "512",
+    ]
+    done = subprocess.run(
+        ["bash", f"examples/{name}.sh", *small],
+        cwd=ROOT,
+        env={**os.environ, "MEGACP_VENV": sys.prefix, "MEGACP_RUNS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"{cp} ranks share each sequence" in done.stderr and "The same training" in done.stdout
+
+
+def test_the_multimodal_row_is_exact() -> None:
+    command = [sys.executable, "examples/multimodal_row.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("relative error") == 4
 
 
 def gpu_check(*words: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,9 @@ if ! "$python" -c 'import transformer_engine.pytorch, megatron.core' >/dev/null 
             say "there is no nvcc. Install the CUDA toolkit (no GPU is needed to build) and name it in CUDA_HOME."
             exit 2
         }
-        CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$nvcc")")")
+        # nvcc may be a link, or a script that starts the real one: ask it where it stands
+        CUDA_HOME=$("$nvcc" --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')
+        CUDA_HOME=$(cd "${CUDA_HOME:-$(dirname "$(readlink -f "$nvcc")")/..}" && pwd)
     fi
     say "making $venv with torch ${TORCH:-2.14.1} and transformer-engine ${TE:-2.20.2}, by $CUDA_HOME; this is done once."
     [ -x "$python" ] || "${MEGACP_PYTHON:-python3}" -m venv "$venv"
