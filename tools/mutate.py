@@ -45,6 +45,9 @@ SHARDING = (f"{TRIALS}/test_sharding.py", "-k", "d58 or d13 or d21")
 POSITIONS = ("tests/conformance/test_rotary.py",)
 ANSWERS = (LOOP, "-k", "answer_only and 2")
 DOCUMENTS = (LOOP, "-k", "with_documents and 2")
+SIZES = ("tests/distributed/test_dynamic.py", "-k", "gradients")
+SIZES_IN_MEGATRON = ("tests/conformance/test_dynamic.py", "-k", "gradients")
+WAVES = ("tests/property/test_waves.py",)
 WHEELS = ("tests/conformance/test_wheels.py", "-k", "0.12 and per-token")
 
 FAULTS = (
@@ -156,7 +159,7 @@ FAULTS = (
     Fault(
         "gradients are averaged over the group",
         "megacp/hosts/megatron/model.py",
-        "factor = group.size if session().is_averaged else 1",
+        "factor = group.size if session().is_averaged and share is None else 1",
         "factor = 1",
         ANSWERS,
     ),
@@ -180,6 +183,62 @@ FAULTS = (
         "                names[key] = new\n",
         "                pass\n",
         ("tests/unit/test_seams.py",),
+    ),
+    Fault(
+        "sizes: each row is a mean of its own",
+        "megacp/dynamic.py",
+        "        return weighed.sum()\n",
+        "        return weighed.sum() / max(float(noted[1]), 1) * 3\n",
+        SIZES,
+    ),
+    Fault(
+        "sizes: a rank without a row gives no gradient",
+        "megacp/dynamic.py",
+        "        for bucket in _buckets(parameters):\n",
+        "        for bucket in _buckets(parameters if self.shares else []):\n",
+        ("tests/distributed/test_dynamic.py", "-k", "without_any"),
+    ),
+    Fault(
+        "sizes: positions run on through the row",
+        "megacp/dynamic.py",
+        "        places = self.mask.document_positions()\n",
+        "        places = torch.arange(self.layout.seq_len)\n",
+        SIZES,
+    ),
+    Fault(
+        "sizes: every rank of a block counts the whole row",
+        "megacp/dynamic.py",
+        "is_counted = not whole or self.group.rank == 0",
+        "is_counted = True",
+        SIZES_IN_MEGATRON,
+    ),
+    Fault(
+        "sizes: Megatron's rotary table is that of the row",
+        "megacp/hosts/shares.py",
+        "table[share.positions().to(table.device)]",
+        "share.layout.shard(torch.cat([table] * 99)[: share.layout.seq_len], share.group.rank, 0)",
+        SIZES_IN_MEGATRON,
+    ),
+    Fault(
+        "sizes: Megatron's gradients count a row once for each rank",
+        "megacp/hosts/megatron/model.py",
+        "session().is_averaged and share is None else 1",
+        "session().is_averaged else 1",
+        SIZES_IN_MEGATRON,
+    ),
+    Fault(
+        "sizes: a row holds one token more than there is memory for",
+        "megacp/data/waves.py",
+        "first_fit_decreasing(lengths, size * capacity)",
+        "first_fit_decreasing(lengths, size * capacity + size)",
+        WAVES,
+    ),
+    Fault(
+        "sizes: blocks of a wave overlap",
+        "megacp/data/waves.py",
+        "            for rank in range(first, first + size):\n                begun",
+        "            for rank in range(first, first + 1):\n                begun",
+        WAVES,
     ),
 )
 

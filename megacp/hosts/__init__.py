@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager
 
 from megacp.comm import set_deadline
 from megacp.config import Config
-from megacp.hosts import megatron
+from megacp.dynamic import Share
+from megacp.errors import ConfigError
+from megacp.hosts import megatron, shares
 from megacp.hosts.megatron import record
 from megacp.hosts.rows import entry_point_rows
 from megacp.hosts.seams import Seams
 from megacp.hosts.session import Session
 
-__all__ = ["install", "report", "uninstall"]
+__all__ = ["install", "report", "sharing", "uninstall"]
 
 _session: Session | None = None
 _seams: Seams | None = None
@@ -58,6 +61,20 @@ def report() -> str:
     if _seams is None or _session is None:
         return "megacp is not installed in this process."
     return _session.text()
+
+
+def sharing(share: Share) -> AbstractContextManager[None]:
+    """Let the host's model run a row of documents on its own block of ranks: ``with sharing(share): loss = model(...)``.
+
+    The model is called with the whole row (``share.pack(samples, whole=True)``) and gives the whole row's losses, [1, G], for
+    ``share.sum(..., whole=True)``.
+    Raises: ConfigError if megacp is not installed in the host.
+    """
+    if _session is None:
+        raise ConfigError(
+            "megacp: a host's model is to run a share, but megacp is not installed. Call megacp.install() first."
+        )
+    return shares.running(_session, share)
 
 
 def _current() -> Session:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megacp import kernels, methods
 from megacp.config import Config
+from megacp.dynamic import Share
 from megacp.errors import SeamError
 from megacp.groups import Group, as_group
 from megacp.hosts.documents import Mailbox
@@ -40,6 +41,7 @@ class Session:
         split: of the micro-batch that is in the model's forward.
         asks_late: the model's layers ask for positions themselves, in recompute too, so all micro-batches have one layout.
         token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
+        share: the row that the model runs on its own block of ranks now (see hosts.shares); None without dynamic sizes.
     """
 
     config: Config
@@ -62,6 +64,7 @@ class Session:
     attached_scales: dict[str, float] = field(default_factory=dict)
     router_tokens: float | None = None
     split: Split | None = None
+    share: Share | None = None
     asks_late: bool = False
 
     def __post_init__(self) -> None:
@@ -141,16 +144,11 @@ class Session:
         if self.is_announced:
             return
         self.is_announced = True
-        layout = split.layout
         self.facts.update(
             {
-                "context parallel": f"{split.group.size} ranks share each sequence of {layout.seq_len} tokens"
-                if split.group.size > 1
-                else f"off, each rank holds whole sequences of {layout.seq_len} tokens",
-                "layout": f"{layout.name} ({why}), {layout.local_len} tokens a rank"
-                + ("; by micro-batch, this is the first" if self.changes_layout else ""),
-                "mask": split.mask.kind + (f", from {self.config.documents}" if self.has_documents else ""),
-                "method": f"{self._method_words()} (the host's --cp-comm-type)",
+                **(
+                    self._share_facts(self.share) if self.share is not None else self._split_facts(split, why)
+                ),
                 "kernel": f"{kernel} ({'auto: first that is exact here' if self.config.kernel == 'auto' else 'asked for'}; "
                 f"known: {', '.join(kernels.names())})",
                 **(
@@ -163,6 +161,28 @@ class Session:
         )
         if self.config.report != "off" and (not dist.is_initialized() or dist.get_rank() == 0):
             print(self.text(), file=sys.stderr, flush=True)
+
+    def _split_facts(self, split: Split, why: str) -> dict[str, str]:
+        layout = split.layout
+        return {
+            "context parallel": f"{split.group.size} ranks share each sequence of {layout.seq_len} tokens"
+            if split.group.size > 1
+            else f"off, each rank holds whole sequences of {layout.seq_len} tokens",
+            "layout": f"{layout.name} ({why}), {layout.local_len} tokens a rank"
+            + ("; by micro-batch, this is the first" if self.changes_layout else ""),
+            "mask": split.mask.kind + (f", from {self.config.documents}" if self.has_documents else ""),
+            "method": f"{self._method_words()} (the host's --cp-comm-type)",
+        }
+
+    @staticmethod
+    def _share_facts(share: Share) -> dict[str, str]:
+        waves = share.step.waves
+        return {
+            "context parallel": f"by document, over blocks of {', '.join(map(str, waves.sizes))} of {waves.ranks} ranks",
+            "layout": f"each document zigzagged alone, or balanced, at most {waves.capacity} tokens a rank",
+            "mask": "documents (causal), those of the schedule",
+            "method": share.step.method or "ring for zigzagged documents, exchange for balanced rows",
+        }
 
     def _method_words(self) -> str:
         names = [name if name == methods.AUTO else methods.resolve(name).name for name in self.methods]

@@ -25,12 +25,14 @@ class Split:
     """Who holds which token of a micro-batch, and what may attend to what.
 
     dropout_key: what the micro-batch's dropout is drawn from, the same on all ranks of the group; 0 without dropout.
+    method: how keys and values travel, in place of what each layer says; None for that.
     """
 
     layout: Layout
     mask: Mask
     group: Group
     dropout_key: int = 0
+    method: str | None = None
 
 
 _MAGIC = 0x6D65676163703031  # "megacp01"

@@ -27,6 +27,7 @@ RUN_BY = {
     "bash examples/answers_only.sh": "test_the_other_examples_train_and_compare",
     "python examples/multimodal_row.py": "test_the_multimodal_row_is_exact",
     "bash tests/run.sh": "this very run: .ci/run and people start it",
+    "torchrun --nproc-per-node 4 examples/dynamic_cp.py": "tests/distributed/test_dynamic.py, tests/conformance/test_dynamic.py",
     "python tools/gpu_check.py": "test_the_gpu_check_says_that_there_is_no_gpu",
     "python tools/gpu_check.py --device cpu": "test_the_gpu_check_finds_the_cpu_kernels_exact",
 }

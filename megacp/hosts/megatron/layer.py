@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megacp import attend, methods
 from megacp.errors import SeamError, UnsupportedError
 from megacp.groups import Group
-from megacp.hosts import limits
+from megacp.hosts import limits, shares
 from megacp.hosts.hooks import Function
 from megacp.hosts.megatron import dropout
 from megacp.hosts.megatron.loss import one_rank
@@ -32,15 +32,21 @@ def rotary(original: Function, session: Callable[[], Session]) -> Function:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        values = given.arguments
-        group = cp_group(self, values.get("cp_group"))
-        if group.size == 1 or values.get("packed_seq"):
+        values, share = given.arguments, session().share
+        group = cp_group(self, values.get("cp_group")) if share is None else share.group
+        if share is not None:
+            values["max_seq_len"] = shares.rotary_length(share)
+        elif group.size == 1 or values.get("packed_seq"):
             return original(*given.args, **given.kwargs)
         if "packed_seq" in values:
             values["packed_seq"] = True  # the host's way of asking for the table of the whole sequence
             table = original(*given.args, **given.kwargs)
         else:
             table = _whole_table(self, session(), original, given)
+        if share is not None:
+            is_pair = isinstance(table, tuple)
+            own = shares.own_rows(table[0] if is_pair else table, share)
+            return (own, *table[1:]) if is_pair else own
         layout = session().layout(values["max_seq_len"], group.size)
         if isinstance(table, tuple):  # YaRN: (table, scale)
             return (layout.shard(table[0], group.rank, dim=0), *table[1:])
@@ -146,8 +152,8 @@ def attention_forward(original: Function, session: Callable[[], Session]) -> Fun
             mask=_layer_mask(split.mask, self.megacp_window),
             layout=split.layout,
             group=split.group,
-            method=_regrouped(self, split.group) or self.megacp_method,
-            hierarchy=self.megacp_hierarchy,
+            method=split.method or _regrouped(self, split.group) or self.megacp_method,
+            hierarchy=None if split.method else self.megacp_hierarchy,
             kernel=session().config.kernel,
             format="sbhd",
             scale=self.megacp_scale,

@@ -241,6 +241,9 @@ def gradient_average(original: Function, session: Callable[[], Session]) -> Func
     def init(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
+        if isinstance(given.get("module"), torch.nn.Module):  # read where rows have ranks of their own
+            overlaps = getattr(given["ddp_config"], "overlap_grad_reduce", False)
+            given["module"].megacp_overlaps_sums = bool(overlaps)
         cp = parallel_state().get_context_parallel_world_size()
         if cp == 1 or getattr(given["config"], "calculate_per_token_loss", False):
             return  # then nothing is divided here

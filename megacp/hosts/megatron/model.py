@@ -12,7 +12,7 @@ import torch
 from megacp import comm, kernels, sharding
 from megacp.errors import ShapeError, UnsupportedError
 from megacp.groups import Group
-from megacp.hosts import limits
+from megacp.hosts import limits, shares
 from megacp.hosts.documents import document_mask, starts_of
 from megacp.hosts.hooks import Function
 from megacp.hosts.megatron import dropout
@@ -88,8 +88,9 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
     signature = inspect.signature(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        group = cp_group(self)
-        if not session().is_in_force(group.size):
+        share = session().share
+        group = cp_group(self) if share is None else share.group
+        if share is None and not session().is_in_force(group.size):
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         batch = given.arguments
@@ -105,9 +106,14 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
                     f"megacp: the model was called with {name}, which context parallelism over {group.size} ranks does not offer "
                     f"yet ({_WHY_NOT[name]}). Use --context-parallel-size 1 for it."
                 )
+        if share is not None:
+            shares.check(self, share, session())
+            _check_attention(self, share.step.waves.ranks)
         _check_same_sample(batch, group, session())
         placement, mask = _split(self, batch, session(), group)
-        split = dropout.keyed(Split(placement.layout, mask, group), self, session())
+        split = dropout.keyed(
+            Split(placement.layout, mask, group, method=share.method if share else None), self, session()
+        )
         _check_dense_mask(batch.get("attention_mask"), split.mask)
         ends = None
         if session().has_documents and batch.get("labels") is not None:
@@ -133,7 +139,7 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         if not getattr(self, "post_process", True):
             return out
         # [B, S] per-token loss, or [B, S, V] logits where no labels are given
-        factor = group.size if session().is_averaged else 1
+        factor = group.size if session().is_averaged and share is None else 1
         whole = sharding.gather(out, split.layout, group, dim=1, grad_factor=factor)
         return whole if ends is None else whole.masked_fill(ends.to(whole.device), 0)
 
@@ -190,6 +196,8 @@ _WHY_NOT = {
 
 def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> tuple[Placement, Mask]:
     """Work out layout and mask of the micro-batch at hand."""
+    if run.share is not None:
+        return Placement(run.share.layout, "by document"), run.share.mask
     rows, seq_len = _shape(model, batch, group)
     config = model.config
     limits.check_sequence_length(
@@ -224,6 +232,7 @@ def _check_same_sample(batch: dict[str, Any], group: Group, run: Session) -> Non
     Raises: ShapeError naming the ranks that hold something else, on every rank.
     """
     due, run.forwards = run.forwards % 100 == 0, run.forwards + 1
+    due = due or run.share is not None  # ranks of a block have not counted alike
     fields = [batch.get(name) for name in _PER_TOKEN]
     given = next((x for x in fields if isinstance(x, torch.Tensor)), None)
     if group.size == 1 or not due or given is None:
