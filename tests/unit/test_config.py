@@ -43,7 +43,10 @@ def test_what_follows_a_bare_double_dash_is_left_alone() -> None:
         (["--megacp-kernel="], "--megacp-kernel is ''"),
         (["--megacp-eod-token", "x"], "--megacp-eod-token is 'x'; it must be an integer"),
         (["--megacp-eod-token=-1"], "--megacp-eod-token is -1; it must be a token id, 0 or more"),
-        (["--megacp-layout"], "--megacp-layout needs a value: --megacp-layout {auto,zigzag,contiguous}"),
+        (
+            ["--megacp-layout"],
+            "--megacp-layout needs a value: --megacp-layout {auto,zigzag,contiguous,balanced,per_document}",
+        ),
         (["--megacp-layout", "--lr"], "--megacp-layout needs a value"),
         (["--megacp-document", "eod"], "no flag --megacp-document. Did you mean --megacp-documents"),
         (["--megacp-method=ring"], "no flag --megacp-method. .* --cp-comm-type"),
