@@ -123,6 +123,28 @@ def test_the_exit_status_of_the_script_is_ours(run: Run, script: Callable[[str],
     assert (done.returncode, done.stdout.splitlines()[-1]) == (7, "hosts: auto off")
 
 
+@pytest.mark.parametrize(
+    ("backend", "end", "taken_down"),
+    [("gloo", "", True), ("gloo", "sys.exit(0)", True), ("gloo", "sys.exit(3)", False), ("nccl", "", False)],
+)
+def test_process_groups_that_the_script_left_are_taken_down(
+    run: Run, script: Callable[[str], str], backend: str, end: str, taken_down: bool
+) -> None:
+    done = run(
+        script(f"""
+            import sys, types
+
+            groups = types.ModuleType("torch.distributed")
+            groups.is_available = groups.is_initialized = lambda: True
+            groups.get_backend = lambda: "{backend}"
+            groups.destroy_process_group = lambda: print("taken down")
+            sys.modules["torch.distributed"] = groups
+            {end}
+        """)
+    )
+    assert ("taken down" in done.stdout) == taken_down, done.stdout + done.stderr
+
+
 def test_an_error_of_the_script_keeps_its_traceback(run: Run, script: Callable[[str], str]) -> None:
     done = run(script("def step():\n    return 1 / 0\nstep()\n"))
     assert done.returncode == 1
