@@ -40,6 +40,9 @@ setup(
         "flash": ["flash-attn"],
         "test": [
             "hypothesis>=6.100",
+            "pyarrow>=15.0",
+            "tokenizers>=0.19",
+            "zstandard>=0.22",
             "import-linter>=2.17",
             "matplotlib>=3.8",
             "mypy>=2.0",

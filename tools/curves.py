@@ -41,7 +41,7 @@ def train(args: argparse.Namespace, cp: int, threads: int, folder: Path) -> Reco
         *("-m", "megacp", PRETRAIN, "--data-path", args.data_path, "--tokenizer-model", args.tokenizer_model),
         *("--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--disable-bias-linear"),
         *("--seq-length", str(args.seq_length), "--micro-batch-size", "1", "--global-batch-size", "4"),
-        *("--train-iters", str(args.steps), "--lr", "1e-3", "--min-lr", "1e-4", "--lr-warmup-iters", "10"),
+        *("--train-iters", str(args.steps), "--lr", "3e-4", "--min-lr", "3e-5", "--lr-warmup-iters", "10"),
         *("--split", "100,0,0", "--pack-documents", "--cut-documents", "--megacp-documents", "positions"),
         *("--context-parallel-size", str(cp), "--log-json", str(log), "--megacp-report", "off"),
     ]

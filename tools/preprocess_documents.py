@@ -1,13 +1,15 @@
-"""Turn a folder or jsonl of documents into Megatron's indexed dataset: sentencepiece tokens in PREFIX.bin and .idx.
+"""Turn documents into Megatron's indexed dataset: tokens in PREFIX.bin and PREFIX.idx.
 
-One document is one item with the tokenizer's end-of-sequence token appended (Megatron's EOD). The
-order is that of the input (paths sorted, lines as they come), whatever the number of workers, and
-the outputs appear under their names only when they are whole::
+One document is one item with the tokenizer's end-of-document token appended. The order is that of the input (paths sorted, lines as
+they come), and the bytes are the same, whatever the number of workers, and however often it was stopped: started again with the same
+input, it goes on after the last part that was whole. The outputs appear under their names only when they are whole::
 
     python tools/preprocess_documents.py --output-prefix runs/stdlib --stdlib --train-tokenizer --vocab-size 4096
     python tools/preprocess_documents.py --output-prefix runs/notes --folder notes --glob '**/*.md' \\
         --tokenizer-model runs/stdlib.model
-    python tools/preprocess_documents.py --output-prefix runs/web --jsonl a.jsonl b.jsonl --json-key text \\
+    python tools/preprocess_documents.py --output-prefix runs/web --jsonl a.jsonl b.jsonl.gz c.jsonl.zst --key text \\
+        --tokenizer-model tokenizer.json --eod-token '<|endoftext|>'
+    python tools/preprocess_documents.py --output-prefix runs/web --parquet web.parquet --dataset saved --key text \\
         --tokenizer-model runs/stdlib.model
 """
 
@@ -15,14 +17,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
-import multiprocessing
 import os
 import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,70 +31,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that a clone need not be installed
 
-from megacp.data import IndexedWriter
+from megacp.data import sources
+from megacp.data.sources import BadRecord, Record
+from megacp.data.tokenize import preprocess
+from megacp.errors import ConfigError
 
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 LISTED_BAD_RECORDS = 20
 
 
-class BadRecord(Exception):
-    """A record that holds no usable document."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """Where a document is: a whole file, or (with a key) one line of a jsonl; sizes in bytes."""
-
-    name: str
-    path: Path
-    start: int
-    size: int
-    key: str | None = None
-
-    def read(self) -> str:
-        """Give the document's text.
-
-        Raises: BadRecord if it cannot be read or decoded, or holds nothing.
-        """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                text = file.read(self.size).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise BadRecord(f"not UTF-8 at byte {error.start}") from error
-        except OSError as error:
-            raise BadRecord(f"cannot be read: {error.strerror}") from error
-        if self.key is not None:
-            text = self._from_json(text, self.key)
-        if not text.strip():
-            raise BadRecord("empty")
-        return text
-
-    @staticmethod
-    def _from_json(line: str, key: str) -> str:
-        try:
-            text = json.loads(line)[key]
-        except json.JSONDecodeError as error:
-            raise BadRecord("empty" if not line.strip() else f"not JSON: {error.msg}") from error
-        except (KeyError, TypeError, IndexError) as error:
-            raise BadRecord(f"has no {key!r}") from error
-        if not isinstance(text, str):
-            raise BadRecord(f"its {key!r} is no text")
-        return text
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """One document's token ids, EOD included; or why there are none."""
-
-    name: str
-    size: int = 0
-    ids: np.ndarray | None = None
-    problem: str | None = None
-
-
 def find_records(args: argparse.Namespace) -> Iterator[Record]:
-    """Give every record in order, up to --max-documents and --max-bytes; only a jsonl is read for it."""
+    """Give every record in order, up to --max-documents and --max-bytes."""
     size = 0
     for count, record in enumerate(_all_records(args), 1):
         size += record.size
@@ -105,24 +51,31 @@ def find_records(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def _all_records(args: argparse.Namespace) -> Iterator[Record]:
-    folders = [(Path(folder), args.glob, frozenset[str]()) for folder in args.folder]
+    limit = args.max_record_bytes
+    for name in args.folder:
+        yield from sources.folder(Path(name), args.glob, limit=limit)
     if args.stdlib:
-        folders.append((Path(sysconfig.get_path("stdlib")), ["**/*.py"], STDLIB_SKIPPED))
-    for folder, patterns, skipped in folders:
-        if not folder.is_dir():
-            raise SystemExit(f"preprocess_documents: {folder} is not a folder.")
-        paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-        for path in sorted(paths, key=lambda path: path.parts):
-            if not skipped.intersection(path.relative_to(folder).parts[:-1]):
-                yield Record(str(path), path, 0, path.stat().st_size)
+        yield from sources.folder(Path(sysconfig.get_path("stdlib")), ["**/*.py"], STDLIB_SKIPPED, limit)
     for name in args.jsonl:
-        path, start = Path(name), 0
-        if not path.is_file():
-            raise SystemExit(f"preprocess_documents: {path} is not a file.")
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                yield Record(f"{path}:{number}", path, start, len(line), args.json_key)
-                start += len(line)
+        yield from sources.lines(Path(name), args.key, limit)
+    for name in args.parquet:
+        yield from sources.parquet(Path(name), args.key, limit)
+    for name in args.dataset:
+        yield from sources.saved(Path(name), args.key, limit)
+
+
+def _inputs(args: argparse.Namespace) -> list[list[object]]:
+    """Tell this input from another: settings, and each file's name, size and time."""
+    chosen = ("glob", "key", "max_documents", "max_bytes", "max_record_bytes", "stdlib")
+    told: list[list[object]] = [[name, getattr(args, name)] for name in chosen]
+    names = [*args.jsonl, *args.parquet]
+    if args.stdlib:
+        names.append(sysconfig.get_path("stdlib"))
+    for name in [*names, *args.folder, *args.dataset]:
+        path = Path(name)
+        files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
+        told += [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return told
 
 
 def train_tokenizer(records: Iterable[Record], vocab_size: int, sentences: int) -> bytes:
@@ -168,66 +121,6 @@ def train_tokenizer(records: Iterable[Record], vocab_size: int, sentences: int) 
     return model.getvalue()
 
 
-_tokenizer: sentencepiece.SentencePieceProcessor
-
-
-def _start_worker(model: bytes) -> None:
-    global _tokenizer
-    _tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
-
-
-def _tokenize(record: Record) -> Tokens:
-    try:
-        text = record.read()
-    except BadRecord as error:
-        return Tokens(record.name, problem=str(error))
-    ids = [*_tokenizer.encode(text), _tokenizer.eos_id()]
-    return Tokens(record.name, len(text.encode("utf-8")), np.asarray(ids, dtype=np.int32))
-
-
-def tokenize(records: list[Record], model: bytes, workers: int) -> Iterator[Tokens]:
-    """Tokenize with `workers` processes (1 is this one); results come in the order of `records`."""
-    if workers == 1:
-        _start_worker(model)
-        yield from map(_tokenize, records)
-        return
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    with multiprocessing.get_context(method).Pool(workers, _start_worker, (model,)) as pool:
-        yield from pool.imap(_tokenize, records, chunksize=8)
-
-
-def write_dataset(
-    results: Iterable[Tokens], prefix: Path, vocab_size: int, on_error: str
-) -> tuple[list[Tokens], list[int]]:
-    """Write PREFIX.bin and PREFIX.idx; give the bad records and the good documents' lengths in tokens.
-
-    Megatron's cached sample index of an older PREFIX.bin is removed: it is not told apart by content.
-    """
-    bad: list[Tokens] = []
-    size = 0
-    with IndexedWriter(prefix, vocab_size) as writer:
-        for result in results:
-            if result.ids is None:
-                if on_error == "fail":
-                    raise SystemExit(
-                        f"preprocess_documents: {result.name}: {result.problem}. Nothing was written."
-                    )
-                bad.append(result)
-                continue
-            writer.add(result.ids)
-            size += result.size
-        if not writer.lengths:
-            raise SystemExit(
-                f"preprocess_documents: none of {len(bad)} records holds a document. Nothing was written."
-            )
-        shutil.rmtree(prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
-    lengths = writer.lengths
-    print(
-        f"{prefix}.bin: {len(lengths):,} documents, {sum(lengths):,} tokens, {size / sum(lengths):.2f} bytes a token"
-    )
-    return bad, lengths
-
-
 def histogram(lengths: list[int], width: int = 40) -> str:
     """Draw how many documents have 1, 2-3, 4-7, ... tokens."""
     powers = np.log2(np.asarray(lengths)).astype(int)
@@ -245,18 +138,28 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("documents (one or more of these)")
     group.add_argument("--folder", nargs="+", default=[], help="each file below is a document")
     group.add_argument("--glob", nargs="+", default=["**/*"], help="which files of the folders")
-    group.add_argument("--jsonl", nargs="+", default=[], help="each line is a document")
-    group.add_argument("--json-key", default="text")
+    group.add_argument(
+        "--jsonl", nargs="+", default=[], help="each line is a document; .gz and .zst are unpacked"
+    )
+    group.add_argument("--parquet", nargs="+", default=[], help="each row is a document")
+    group.add_argument("--dataset", nargs="+", default=[], help="folders of Hugging Face's save_to_disk")
+    group.add_argument("--key", "--json-key", default="text", help="the field or column that holds the text")
     group.add_argument(
         "--stdlib", action="store_true", help="the Python standard library's sources, tests left out"
     )
     group.add_argument("--max-documents", type=int, default=None)
     group.add_argument("--max-bytes", type=int, default=None)
+    group.add_argument(
+        "--max-record-bytes", type=int, default=1 << 30, help="a longer record is a bad one, and not read"
+    )
     group = parser.add_argument_group("tokenizer (one of these)")
     kind = group.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--tokenizer-model", help="a sentencepiece model")
+    kind.add_argument("--tokenizer-model", help="a sentencepiece model, or a tokenizer.json")
     kind.add_argument(
         "--train-tokenizer", action="store_true", help="train one on these documents: PREFIX.model"
+    )
+    group.add_argument(
+        "--eod-token", default=None, help="the token that ends a document; a sentencepiece model has its own"
     )
     group.add_argument("--vocab-size", type=int, default=4096)
     group.add_argument("--tokenizer-sentences", type=int, default=40_000, help="lines to train on, at most")
@@ -268,48 +171,75 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _model(args: argparse.Namespace) -> bytes:
+    """Read the tokenizer, or train it and keep it beside the dataset."""
+    if not args.train_tokenizer:
+        if not Path(args.tokenizer_model).is_file():
+            raise ConfigError(f"{args.tokenizer_model} is not a file.")
+        return Path(args.tokenizer_model).read_bytes()
+    model = train_tokenizer(find_records(args), args.vocab_size, args.tokenizer_sentences)
+    path = args.output_prefix.with_name(f"{args.output_prefix.name}.model")
+    path.with_name(f"{path.name}.tmp").write_bytes(model)
+    os.replace(path.with_name(f"{path.name}.tmp"), path)
+    print(f"{path}: a sentencepiece model of {args.vocab_size:,} pieces")
+    return model
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; give the number of bad records that were skipped."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if not (args.folder or args.jsonl or args.stdlib):
-        parser.error("name some documents: --folder, --jsonl or --stdlib.")
+    if not (args.folder or args.jsonl or args.stdlib or args.parquet or args.dataset):
+        parser.error("name some documents: --folder, --jsonl, --parquet, --dataset or --stdlib.")
     if args.workers < 1:
         parser.error(f"--workers {args.workers} is less than 1.")
-    records = list(find_records(args))
+    try:
+        return _run(args)
+    except ConfigError as error:
+        raise SystemExit(f"preprocess_documents: {error}") from error
+
+
+def _run(args: argparse.Namespace) -> int:
+    # Records of files and plain lines are small, so they are counted first; others come as they are read.
+    is_small = not (
+        args.parquet or args.dataset or any(name.endswith((".gz", ".zst")) for name in args.jsonl)
+    )
+    records = list(find_records(args)) if is_small else find_records(args)
     args.output_prefix.parent.mkdir(parents=True, exist_ok=True)
-    if args.train_tokenizer:
-        model = train_tokenizer(records, args.vocab_size, args.tokenizer_sentences)
-        path = args.output_prefix.with_name(f"{args.output_prefix.name}.model")
-        path.with_name(f"{path.name}.tmp").write_bytes(model)
-        os.replace(path.with_name(f"{path.name}.tmp"), path)
-        print(f"{path}: a sentencepiece model of {args.vocab_size:,} pieces")
-    else:
-        if not Path(args.tokenizer_model).is_file():
-            raise SystemExit(f"preprocess_documents: {args.tokenizer_model} is not a file.")
-        model = Path(args.tokenizer_model).read_bytes()
-    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model)
-    if tokenizer.eos_id() < 0:
-        raise SystemExit(
-            f"preprocess_documents: {args.tokenizer_model} has no end-of-sequence piece to end documents with."
-        )
-    results = tokenize(records, model, args.workers)
+    model = _model(args)
     bar = Progress(
         TextColumn("documents"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
         console=Console(file=sys.stderr), disable=not sys.stderr.isatty(),
     )  # fmt: skip
     with bar:
-        tracked = bar.track(results, total=len(records))
-        bad, lengths = write_dataset(tracked, args.output_prefix, tokenizer.get_piece_size(), args.on_error)
-    print(f"median {int(np.median(lengths)):,} tokens, longest {max(lengths):,}")
-    print(histogram(lengths))
-    if bad:
-        print(f"skipped {len(bad)} bad records:")
-        for result in bad[:LISTED_BAD_RECORDS]:
-            print(f"  {result.name}: {result.problem}")
-        if len(bad) > LISTED_BAD_RECORDS:
-            print(f"  and {len(bad) - LISTED_BAD_RECORDS} more")
-    return len(bad)
+        task = bar.add_task("", total=len(records) if isinstance(records, list) else None)
+        done = preprocess(
+            records,
+            model,
+            args.output_prefix,
+            eod=args.eod_token,
+            workers=args.workers,
+            is_fatal=args.on_error == "fail",
+            made_from=_inputs(args),
+            notice=lambda count: bar.advance(task, count),
+        )
+    # Megatron's cached sample index of an older PREFIX.bin is not told apart by content.
+    shutil.rmtree(args.output_prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
+    total = sum(done.lengths)
+    print(
+        f"{args.output_prefix}.bin: {len(done.lengths):,} documents, {total:,} tokens, {done.size / total:.2f} bytes a token"
+    )
+    if done.parts_kept:
+        print(f"went on after {done.parts_kept} parts of a run that was stopped")
+    print(f"median {int(np.median(done.lengths)):,} tokens, longest {max(done.lengths):,}")
+    print(histogram(done.lengths))
+    if done.bad:
+        print(f"skipped {len(done.bad)} bad records:")
+        for bad in done.bad[:LISTED_BAD_RECORDS]:
+            print(f"  {bad.name}: {bad.problem}")
+        if len(done.bad) > LISTED_BAD_RECORDS:
+            print(f"  and {len(done.bad) - LISTED_BAD_RECORDS} more")
+    return len(done.bad)
 
 
 if __name__ == "__main__":

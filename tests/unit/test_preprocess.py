@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -199,3 +203,109 @@ def test_what_cannot_be_done_is_said_in_a_sentence(flags, message, tmp_path):
 def test_the_histogram_counts_by_powers_of_two(tool):
     rows = tool.histogram([1, 2, 3, 4, 9]).splitlines()
     assert [row.split("tokens")[1].split()[0] for row in rows] == ["1", "2", "1", "1"]
+
+
+LINES = [{"text": f"line {i} " * (i % 7 + 1)} for i in range(40)]
+
+
+def packed(kind: str, folder: Path) -> list[str]:
+    """Write LINES in one of the forms; give the flags that read it."""
+    plain = "".join(json.dumps(line) + "\n" for line in LINES).encode()
+    if kind == "jsonl":
+        (folder / "in.jsonl").write_bytes(plain)
+        return ["--jsonl", str(folder / "in.jsonl")]
+    if kind == "gz":
+        (folder / "in.jsonl.gz").write_bytes(gzip.compress(plain))
+        return ["--jsonl", str(folder / "in.jsonl.gz")]
+    if kind == "zst":
+        zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
+        (folder / "in.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(plain))
+        return ["--jsonl", str(folder / "in.jsonl.zst")]
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+        table = pyarrow.table({"number": range(len(LINES)), "text": [line["text"] for line in LINES]})
+        parquet.write_table(table, folder / "in.parquet")
+        return ["--parquet", str(folder / "in.parquet")]
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
+    datasets.Dataset.from_list(LINES).save_to_disk(str(folder / "saved"))
+    return ["--dataset", str(folder / "saved")]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("kind", ["gz", "zst", "parquet", "datasets"])
+def test_every_form_of_the_same_documents_gives_the_same_bytes(tool, model, tmp_path, kind, workers):
+    flags = ["--tokenizer-model", str(model), "--workers", workers]
+    for form in ("jsonl", kind):
+        tool.main([*packed(form, tmp_path), *flags, "--output-prefix", str(tmp_path / form)])
+    for suffix in ("bin", "idx"):
+        assert (tmp_path / f"jsonl.{suffix}").read_bytes() == (tmp_path / f"{kind}.{suffix}").read_bytes()
+
+
+def test_a_tokenizer_json_is_taken_with_the_token_that_ends_a_document(tool, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="Hugging Face's tokenizers is not installed")
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "<end>": 1, "line": 2}, "<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(tmp_path / "tokenizer.json"))
+    flags = [*packed("jsonl", tmp_path), "--tokenizer-model", str(tmp_path / "tokenizer.json")]
+    tool.main([*flags, "--eod-token", "<end>", "--output-prefix", str(tmp_path / "out")])
+    dataset = indexed_dataset.IndexedDataset(str(tmp_path / "out"))  # kept: its items are views of its memory
+    assert dataset[1].tolist() == [2, 0, 2, 0, 1]
+    with pytest.raises(SystemExit, match="which token ends a document"):
+        tool.main([*flags, "--output-prefix", str(tmp_path / "none")])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet"])
+def test_a_record_that_is_too_long_is_a_bad_one(tool, model, tmp_path, capsys, kind):
+    limit = ["--max-record-bytes", "40", "--tokenizer-model", str(model)]
+    bad = tool.main([*packed(kind, tmp_path), *limit, "--output-prefix", str(tmp_path / "out")])
+    assert 0 < bad < len(LINES) and "and 40 are allowed" in capsys.readouterr().out
+    assert len(documents(tmp_path / "out", model)) == len(LINES) - bad
+
+
+def test_a_compressed_file_that_is_cut_off_is_refused(tool, model, tmp_path):
+    flags = packed("gz", tmp_path)
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(SystemExit, match="is no whole gzip file"):
+        tool.main([*flags, "--tokenizer-model", str(model), "--output-prefix", str(tmp_path / "out")])
+    assert not (tmp_path / "out.bin").exists()
+
+
+def start(lines: Path, model: Path, prefix: Path, workers: int) -> subprocess.Popen[str]:
+    flags = ["--jsonl", str(lines), "--tokenizer-model", str(model), "--workers", str(workers)]
+    command = [sys.executable, str(TOOL), *flags, "--output-prefix", str(prefix)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_a_killed_run_goes_on_where_it_stood_and_ends_with_the_same_bytes(model, tmp_path):
+    lines = tmp_path / "many.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"line {i} " * (i % 40 + 1)}) + "\n" for i in range(35_000)))
+    killed = start(lines, model, tmp_path / "out", 1)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out.parts" / "000000.json").exists():
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "out.bin").exists()
+    again = start(lines, model, tmp_path / "out", 2)
+    assert "went on after" in again.communicate(timeout=120)[0] and again.returncode == 0
+    whole = start(lines, model, tmp_path / "whole", 1)
+    assert "went on" not in whole.communicate(timeout=120)[0]
+    for kind in ("bin", "idx"):
+        assert (tmp_path / f"out.{kind}").read_bytes() == (tmp_path / f"whole.{kind}").read_bytes()
+    assert not (tmp_path / "out.parts").exists()
+
+
+def test_parts_of_another_input_are_not_gone_on_with(tool, model, tmp_path, capsys):
+    lines = tmp_path / "many.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(10)))
+    stale = tmp_path / "out.parts"
+    stale.mkdir()
+    (stale / "made_from").write_text("something else")
+    (stale / "000000.json").write_text("{}")
+    flags = ["--jsonl", str(lines), "--tokenizer-model", str(model)]
+    assert tool.main([*flags, "--output-prefix", str(tmp_path / "out")]) == 0
+    assert "went on" not in capsys.readouterr().out
+    assert documents(tmp_path / "out", model) == [f"{i}" for i in range(10)]
