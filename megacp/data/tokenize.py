@@ -57,7 +57,8 @@ class _SentencePiece:
             )
 
     def encode(self, text: str) -> list[int]:
-        return list(self._model.encode(text))
+        ids: list[int] = self._model.encode(text)
+        return ids
 
 
 class _Tokenizers:
@@ -82,7 +83,8 @@ class _Tokenizers:
         self.eod = found
 
     def encode(self, text: str) -> list[int]:
-        return list(self._model.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 def load_vocabulary(model: bytes, eod: str | None = None) -> Vocabulary:
@@ -250,7 +252,8 @@ def _tokenize(record: Record) -> tuple[str, int, np.ndarray | str]:
         text = record.read()
     except BadRecord as error:
         return record.name, 0, str(error)
-    ids = [*_vocabulary.encode(text), _vocabulary.eod]
+    ids = _vocabulary.encode(text)
+    ids.append(_vocabulary.eod)
     return record.name, len(text.encode("utf-8")), np.asarray(ids, dtype=np.int32)
 
 
