@@ -64,9 +64,7 @@ def place(mask: Mask, cp_size: int) -> list[list[tuple[int, int]]]:
 def _grain(seq_len: int, cp_size: int) -> int:
     """Choose the grain: :data:`GRAIN`, or less where ranks have so few tokens that it could not balance them."""
     share = -(-seq_len // cp_size)
-    if share >= 16 * GRAIN or share % (2 * GRAIN) == 0:
-        return GRAIN
-    return 1 << max(0, (share // 16).bit_length() - 1)
+    return GRAIN if share >= 16 * GRAIN else 1 << max(0, (share // 32).bit_length() - 1)
 
 
 def _fill(row: Row, cp_size: int, aim: float) -> list[list[Part]]:
