@@ -28,6 +28,9 @@ __all__ = ["GRAIN", "TOLERANCE", "least_keys", "place"]
 GRAIN = 64
 """Cuts inside a document lie at multiples of this many tokens from its start."""
 
+_FINEST = 8
+"""No finer grain than this is tried."""
+
 _AIMS = (1.013, 1.018, 1.007, 1.0)
 """Work that ranks are filled up to, relative to the mean."""
 
@@ -44,11 +47,22 @@ _SPARED = 8
 def place(mask: Mask, cp_size: int) -> list[list[tuple[int, int]]]:
     """Return for each rank the ranges (start, stop) of global positions it owns; numbers of tokens differ by at most one.
 
-    Rows that differ are placed by the sum of their work.
+    Rows that differ are placed by the sum of their work. Where the grain stands in the way of the tolerance, a finer one is tried.
     """
-    row = Row(mask, _grain(mask.seq_len, cp_size))
+    grain = _grain(mask.seq_len, cp_size)
+    excess, ranks = _placed(Row(mask, grain), cp_size)
+    while excess > 0 and grain > _FINEST:
+        grain = max(_FINEST, grain // 4)
+        finer = _placed(Row(mask, grain), cp_size)
+        if finer[0] < excess:
+            excess, ranks = finer
+    return [[(part.start, part.stop) for part in own] for own in ranks]
+
+
+def _placed(row: Row, cp_size: int) -> tuple[int, list[list[Part]]]:
+    """Place a row, and say how many pairs the busiest rank has beyond the tolerance."""
     limit = int((1 + TOLERANCE) * row.work / cp_size)
-    suits = mask.seq_len % (cp_size * row.grain) == 0
+    suits = row.seq_len % (cp_size * row.grain) == 0
     best: tuple[tuple[int, int, int], list[list[Part]]] | None = None
     for tried, aim in enumerate(_AIMS if len(row.parts) > 1 else (1.0,)):
         if best and best[0][0] <= limit and tried * cp_size >= (_RETRIED if suits and best[0][1] else _TRIED):
@@ -58,7 +72,7 @@ def place(mask: Mask, cp_size: int) -> list[list[tuple[int, int]]]:
         if best is None or key < best[0]:
             best = key, ranks
     assert best is not None
-    return [[(part.start, part.stop) for part in own] for own in best[1]]
+    return best[0][0] - limit, best[1]
 
 
 def _grain(seq_len: int, cp_size: int) -> int:
