@@ -10,7 +10,8 @@ import sys
 
 from megacp.comm import set_deadline
 from megacp.config import Config
-from megacp.hosts import megatron
+from megacp.hosts import legacy, megatron
+from megacp.hosts.legacy.groups import withdraw
 from megacp.hosts.megatron import record
 from megacp.hosts.rows import entry_point_rows
 from megacp.hosts.seams import Seams
@@ -39,7 +40,9 @@ def install(config: Config | None = None) -> None:
     _forget_rotary_tables()
     folder = os.environ.get("MEGACP_RECORD")  # set by megacp verify
     records = record.rows(folder) if folder else []
-    _seams = Seams([*megatron.rows(_current), *entry_point_rows(), *records])
+    others = entry_point_rows()
+    host = legacy if legacy.is_needed(others) else megatron
+    _seams = Seams([*host.rows(_current), *others, *records])
     _seams.install()
 
 
@@ -49,6 +52,8 @@ def uninstall() -> None:
     if _seams is None:
         return
     _seams.uninstall()
+    if _session is not None and _session.groups is not None:
+        withdraw(_session.groups)
     _session = _seams = None
     _forget_rotary_tables()
 

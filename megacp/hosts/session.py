@@ -36,6 +36,7 @@ class Session:
         is_averaged: the host averages gradients over the group; else it sums them.
         attached_scales, router_tokens: what the host scales attached losses by (see hosts.megatron.attached).
         split: of the micro-batch that is in the model's forward.
+        arguments, groups: of a host without context parallelism (see hosts.legacy): its command line, and the groups made for it.
         token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
     """
 
@@ -59,6 +60,8 @@ class Session:
     attached_scales: dict[str, float] = field(default_factory=dict)
     router_tokens: float | None = None
     split: Split | None = None
+    arguments: Any = None
+    groups: Any = None
 
     def __post_init__(self) -> None:
         if self.eod is None:
