@@ -68,18 +68,16 @@ def _add_flags(parser: Any, run: Session) -> None:
 
 def _count_ranks_after_parsing(parser: Any, run: Session) -> None:
     """Have a host that reads WORLD_SIZE right after parsing count one rank for each group that shares sequences."""
-    for name in ("parse_args", "parse_known_args"):
-        own = getattr(parser, name)
+    own = parser.parse_known_args  # which parse_args calls too
 
-        def parse(*args: Any, own: Function = own, **kwargs: Any) -> Any:
-            found = own(*args, **kwargs)
-            parsed = found[0] if isinstance(found, tuple) else found
-            world = int(os.environ.get("WORLD_SIZE", "1"))
-            _check(parsed, world, run)
-            os.environ["WORLD_SIZE"] = str(world // getattr(parsed, _SIZE))
-            return found
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        parsed, unknown = own(*args, **kwargs)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        _check(parsed, world, run)
+        os.environ["WORLD_SIZE"] = str(world // getattr(parsed, _SIZE))
+        return parsed, unknown
 
-        setattr(parser, name, parse)
+    parser.parse_known_args = parse_known_args
 
 
 def validate_args(original: Function, session: Callable[[], Session]) -> Function:
