@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from megacp.comm import set_deadline
 from megacp.config import Config
 from megacp.hosts import legacy, megatron
 from megacp.hosts.legacy.groups import withdraw
 from megacp.hosts.megatron import record
-from megacp.hosts.rows import entry_point_rows
-from megacp.hosts.seams import Seams
+from megacp.hosts.rows import entry_point_rows, load_rows
+from megacp.hosts.seams import Seam, Seams
 from megacp.hosts.session import Session
 
-__all__ = ["install", "report", "uninstall"]
+__all__ = ["fork_rows", "install", "report", "uninstall"]
 
 _session: Session | None = None
 _seams: Seams | None = None
@@ -63,6 +64,15 @@ def report() -> str:
     if _seams is None or _session is None:
         return "megacp is not installed in this process."
     return _session.text()
+
+
+def fork_rows(path: str | Path, has_context_parallel: bool = False) -> list[Seam]:
+    """Read a fork's own names from a file (see :mod:`megacp.hosts.rows`), for its entry point of the group ``megacp.seams``.
+
+    has_context_parallel: the fork has context-parallel groups of its own, as Megatron-core has since 0.4.
+    Raises: SeamError naming the file and the row.
+    """
+    return load_rows(path, (megatron if has_context_parallel else legacy).rows(_current))
 
 
 def _current() -> Session:

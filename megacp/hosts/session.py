@@ -36,7 +36,8 @@ class Session:
         is_averaged: the host averages gradients over the group; else it sums them.
         attached_scales, router_tokens: what the host scales attached losses by (see hosts.megatron.attached).
         split: of the micro-batch that is in the model's forward.
-        arguments, groups: of a host without context parallelism (see hosts.legacy): its command line, and the groups made for it.
+        arguments, own_group, groups: of a host without context parallelism (see hosts.legacy): its command line, its getter of the
+            data-parallel group, and the groups made for it.
         token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
     """
 
@@ -61,6 +62,7 @@ class Session:
     router_tokens: float | None = None
     split: Split | None = None
     arguments: Any = None
+    own_group: Any = None
     groups: Any = None
 
     def __post_init__(self) -> None:

@@ -98,7 +98,7 @@ class Model(torch.nn.Module):
             }
             at = layout.shard(at, torch.distributed.get_rank(group))
         x = self.embedding(batch["tokens"]) + self.positions[at]
-        mixed, _ = self.qkv(x.transpose(0, 1))  # [S, B, 3·H·D]
+        mixed, _ = self.qkv(x.transpose(0, 1).contiguous())  # [S, B, 3·H·D]
         q, k, v = mixed.view(*mixed.shape[:2], -1, 3 * (WIDTH // HEADS)).chunk(3, dim=-1)
         if group is None:
             out = torch.nn.functional.scaled_dot_product_attention(
@@ -108,8 +108,8 @@ class Model(torch.nn.Module):
             out = megacp.attention(
                 q, k, v, mask=megacp.Mask.causal(LENGTH), layout=layout, group=group, format="sbhd"
             )
-        x = x + self.dense(out.flatten(2))[0].transpose(0, 1)
-        scores, _ = self.logits(x)
+        x = x + self.dense(out.flatten(2).contiguous())[0].transpose(0, 1)
+        scores, _ = self.logits(x.contiguous())
         losses = self.layers.vocab_parallel_cross_entropy(scores, batch["labels"])
         if group is None:
             return (losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum()

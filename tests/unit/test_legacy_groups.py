@@ -119,8 +119,8 @@ def test_every_rank_of_16_is_in_the_groups_of_its_place_in_any_order(world: Worl
             host = host_of_order(order, tp, pp)
             host.initialize_model_parallel(tp, pp)
             world.log = []
-            found = groups.register(host, cp)
-            logs.append(world.log)
+            found = groups.register(host, host.get_data_parallel_group, cp)
+            logs.append(list(world.log))
             context, batches, whole = expected(names, sizes, cp, world.rank)
             assert found.context.global_ranks == context
             assert found.batches.global_ranks == batches
@@ -148,10 +148,10 @@ def test_callers_that_mean_batches_see_samples_and_what_they_call_may_mean_repli
     world.rank, world.everyone = 5, [tuple(range(WORLD))] * WORLD
     host.initialize_model_parallel()
     run = Session(Config(), lambda: "", lambda: None)
-    run.groups = groups.register(host, 4)
+    run.groups = groups.register(host, host.get_data_parallel_group, 4)
     session = lambda: run  # noqa: E731
-    size = groups.data_parallel(get_data_parallel_world_size, session)
-    rank = groups.data_parallel(get_data_parallel_rank, session)
+    size = groups.data_parallel(get_data_parallel_world_size, session, "world_size")
+    rank = groups.data_parallel(get_data_parallel_rank, session, "rank")
 
     def norm():
         return size()
@@ -176,7 +176,7 @@ def test_the_getters_have_megatron_s_names_and_are_taken_out_again(world: World)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "host", host)
         patch.setitem(sys.modules, "package", package)
-        found = groups.register(host, 4)
+        found = groups.register(host, host.get_data_parallel_group, 4)
     for module in (host, package):
         assert module.get_context_parallel_world_size() == 4
         assert module.get_context_parallel_rank() == 2

@@ -71,7 +71,7 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
             seam(
                 f"data parallel {what}",
                 tuple(f"{name}:get_data_parallel_{what}" for name in _STATE),
-                groups.data_parallel,
+                functools.partial(groups.data_parallel, what=what),
                 required=what != "src_rank",
                 absent_means="samplers that go by samples while gradients go by replicas",
             )

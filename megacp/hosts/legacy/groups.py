@@ -60,12 +60,14 @@ def split(ranks: Sequence[int], cp_size: int) -> tuple[list[tuple[int, ...]], li
     return contexts, [tuple(ranks[at::cp_size]) for at in range(cp_size)]
 
 
-def register(host: ModuleType, cp_size: int) -> Registered:
+def register(host: ModuleType, own_group: Callable[[], Any], cp_size: int) -> Registered:
     """Make the groups of every rank and give the host its getters under Megatron's names. Collective over the world.
 
-    host: the module that holds ``get_data_parallel_group``; packages that hand its functions on get the new ones too.
+    Args:
+        host: the module that makes the groups; packages that hand its functions on get the new ones too.
+        own_group: the host's getter of its data-parallel group.
     """
-    whole = host.get_data_parallel_group()
+    whole = own_group()
     mine = tuple(dist.get_process_group_ranks(whole))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -130,12 +132,14 @@ def _getters(groups: Registered) -> dict[str, Function]:
     return {getter.__name__: getter for getter in made}
 
 
-def data_parallel(original: Function, session: Callable[[], Session]) -> Function:
+def data_parallel(original: Function, session: Callable[[], Session], what: str) -> Function:
     """Let a getter of the data-parallel group, size, rank or source answer for the group that its caller means.
 
     ``with_context_parallel`` says it outright, as in newer Megatrons; without it the role of the caller counts.
+    what: ``group``, ``world_size``, ``rank`` or ``src_rank``.
     """
-    name = original.__name__
+    if what == "group":
+        session().own_group = original
 
     @functools.wraps(original)
     def getter(*args: Any, with_context_parallel: bool | None = None, **kwargs: Any) -> Any:
@@ -146,11 +150,11 @@ def data_parallel(original: Function, session: Callable[[], Session]) -> Functio
         if with_context_parallel is not None:
             role = REPLICAS if with_context_parallel else BATCHES
         group = groups.batches if role == BATCHES else groups.replicas
-        if name == "get_data_parallel_group":
+        if what == "group":
             return group.handle
-        if name == "get_data_parallel_world_size":
+        if what == "world_size":
             return group.size
-        return group.rank if name == "get_data_parallel_rank" else group.global_ranks[0]
+        return group.rank if what == "rank" else group.global_ranks[0]
 
     return getter
 

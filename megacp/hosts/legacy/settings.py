@@ -185,7 +185,7 @@ def initialize(original: Function, session: Callable[[], Session]) -> Function:
         if run.is_in_force(cp):
             run.check()
         result = original(*args, **kwargs)
-        run.groups = register(sys.modules[original.__module__], cp)
+        run.groups = register(sys.modules[original.__module__], run.own_group, cp)
         return result
 
     return initialize_model_parallel
