@@ -43,7 +43,8 @@ def apex_to_import() -> Iterator[None]:
     absent = {
         name: module
         for name, module in made.items()
-        if name not in sys.modules and not _is_installed(name.partition(".")[0] if name[:6] != "torch." else name)
+        if name not in sys.modules
+        and not _is_installed(name.partition(".")[0] if name[:6] != "torch." else name)
     }
     sys.modules.update(absent)
     try:
@@ -63,9 +64,8 @@ _cache: dict[str, ModuleType] = {}
 def _modules() -> dict[str, ModuleType]:
     if not _cache:
         for name, contents in _CONTENTS.items():
-            module = _Named(name)
-            vars(module).update(contents)
-            _cache[name] = module
+            _cache[name] = _Named(name)
+            vars(_cache[name]).update(contents)
         for name, module in _cache.items():
             package, _, leaf = name.rpartition(".")
             if package in _cache:
@@ -98,7 +98,9 @@ class _Named(ModuleType):
 # -- amp_C: many tensors at once
 
 
-def _applied(operation: Any, overflow: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *more: Any) -> Any:
+def _applied(
+    operation: Any, overflow: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *more: Any
+) -> Any:
     return operation(overflow, tensors, *more)
 
 
@@ -122,7 +124,12 @@ class _Adam(torch.optim.AdamW):
     """Adam with decoupled decay, as Apex has it by default."""
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: Any = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
@@ -134,7 +141,9 @@ class _LayerNorm(torch.autograd.Function):
     """Layer norm, with the arguments that Apex's function has."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shape: Any, eps: float) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, shape: Any, eps: float
+    ) -> Any:
         out, mean, inverse = forward_affine(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
         ctx.shape, ctx.eps = shape, eps

@@ -128,7 +128,9 @@ def core(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ranks.shutdown()
 
 
-@pytest.mark.parametrize(("tp", "cp", "world"), [(1, 2, 2), (2, 2, 4), (1, 2, 4)], ids=["cp2", "tp2 cp2", "dp2 cp2"])
+@pytest.mark.parametrize(
+    ("tp", "cp", "world"), [(1, 2, 2), (2, 2, 4), (1, 2, 4)], ids=["cp2", "tp2 cp2", "dp2 cp2"]
+)
 def test_gradients_on_a_core_without_context_parallelism_are_those_of_one_rank(
     core: Path, tp: int, cp: int, world: int
 ) -> None:

@@ -179,7 +179,9 @@ def step(folder: str, cp: int, splits_itself: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("cp", "world"), [(2, 2), (2, 4), (4, 4)], ids=["cp2", "dp2 cp2", "cp4"])
-def test_a_fork_is_hooked_by_a_file_of_its_names_and_trains_the_same(tmp_path: Path, cp: int, world: int) -> None:
+def test_a_fork_is_hooked_by_a_file_of_its_names_and_trains_the_same(
+    tmp_path: Path, cp: int, world: int
+) -> None:
     folder = write(tmp_path)
     (alone,) = ranks.run(step, 1, folder, 1)
     for found in ranks.run(step, world, folder, cp):

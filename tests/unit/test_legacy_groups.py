@@ -125,7 +125,10 @@ def test_every_rank_of_16_is_in_the_groups_of_its_place_in_any_order(world: Worl
             assert found.context.global_ranks == context
             assert found.batches.global_ranks == batches
             assert found.replicas.global_ranks == whole
-            assert (found.context.rank, found.batches.rank) == (context.index(world.rank), batches.index(world.rank))
+            assert (found.context.rank, found.batches.rank) == (
+                context.index(world.rank),
+                batches.index(world.rank),
+            )
         for log in logs:
             assert log == logs[0]  # every rank makes all groups, in one order
 
@@ -227,5 +230,3 @@ def test_positions_start_again_after_each_end_of_document() -> None:
     data = torch.tensor([[5, 9, 5, 5, 9, 5], [9, 9, 5, 5, 5, 5]])
     assert _positions(data, 9).tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3]]
     assert _positions(data, None).tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-
-

@@ -157,9 +157,7 @@ def rows(session: Callable[[], Session]) -> list[Seam]:
         ),
         seam(
             "other models",
-            tuple(
-                f"megatron.model.{name}.__init__" for name in ("bert_model:BertModel", "t5_model:T5Model")
-            ),
+            tuple(f"megatron.model.{name}.__init__" for name in ("bert_model:BertModel", "t5_model:T5Model")),
             model.refused_model,
             every=True,
             absent_means="the refusal of BERT and T5 by their name",

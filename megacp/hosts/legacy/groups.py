@@ -53,8 +53,8 @@ def split(ranks: Sequence[int], cp_size: int) -> tuple[list[tuple[int, ...]], li
     """
     if len(ranks) % cp_size:
         raise ConfigError(
-            f"megacp: --context-parallel-size {cp_size} does not divide the data-parallel groups of this host, which have {len(ranks)} "
-            f"ranks ({list(ranks)[:8]}{' ...' if len(ranks) > 8 else ''}). Start a multiple of it, or choose a divisor of {len(ranks)}."
+            f"megacp: --context-parallel-size {cp_size} does not divide this host's data-parallel groups, which have {len(ranks)} "
+            f"ranks ({list(ranks)[:8]}{' ...' if len(ranks) > 8 else ''}). Choose a divisor of {len(ranks)}, or start more ranks."
         )
     contexts = [tuple(ranks[at : at + cp_size]) for at in range(0, len(ranks), cp_size)]
     return contexts, [tuple(ranks[at::cp_size]) for at in range(cp_size)]

@@ -203,7 +203,9 @@ def layer_forward(original: Function, session: Callable[[], Session]) -> Functio
                 return original(*given.args, **given.kwargs)
         for name in ("layer_past", "get_key_value", "encoder_output", "rotary_pos_emb"):
             if given.arguments.get(name) not in (None, False):
-                raise UnsupportedError(f"megacp: attention was called with {name}, which is not offered over ranks.")
+                raise UnsupportedError(
+                    f"megacp: attention was called with {name}, which is not offered over ranks."
+                )
         mixed, _ = self.query_key_value(given.arguments["hidden_states"])  # [S, B, H·3·D]
         heads, size = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
         q, k, v = mixed.view(*mixed.shape[:-1], heads, 3 * size).split(size, dim=-1)
@@ -243,7 +245,9 @@ def flash_forward(original: Function, session: Callable[[], Session]) -> Functio
             _refuse_local(run, self)
             return original(*given.args, **given.kwargs)
         if not self.causal:
-            raise UnsupportedError("megacp: FlashSelfAttention is not causal here, which is not offered over ranks.")
+            raise UnsupportedError(
+                "megacp: FlashSelfAttention is not causal here, which is not offered over ranks."
+            )
         if self.dropout_p and self.training:
             raise UnsupportedError(
                 f"megacp: FlashSelfAttention has dropout {self.dropout_p}. Set --attention-dropout 0."

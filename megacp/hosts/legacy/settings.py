@@ -57,13 +57,17 @@ def _add_flags(parser: Any, run: Session) -> None:
     known = parser._option_string_actions
     group = parser.add_argument_group("megacp")
     if "--context-parallel-size" not in known:
-        group.add_argument("--context-parallel-size", type=int, default=1, help="ranks that share each sequence")
+        group.add_argument(
+            "--context-parallel-size", type=int, default=1, help="ranks that share each sequence"
+        )
     if "--cp-comm-type" not in known:
         group.add_argument("--cp-comm-type", nargs="+", default=["p2p"], help="how keys and values travel")
     for flag in FLAGS:
         if flag.name not in known:
             default = getattr(run.config, flag.field)
-            group.add_argument(flag.name, metavar=flag.metavar, type=flag.read, default=default, help=flag.help)
+            group.add_argument(
+                flag.name, metavar=flag.metavar, type=flag.read, default=default, help=flag.help
+            )
 
 
 def _count_ranks_after_parsing(parser: Any, run: Session) -> None:
