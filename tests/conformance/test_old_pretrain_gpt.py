@@ -27,12 +27,48 @@ pytestmark = pytest.mark.skipif(
     not TREES, reason="MEGACP_OLD_TREES names no Megatron-LM checkout (for example at 23.06 or v2.6)"
 )
 
-MODEL = """
---num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128
---micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 10
---attention-dropout 0 --hidden-dropout 0 --num-workers 0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --split 100,0,0
---no-bias-gelu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion --use-cpu-initialization
-""".split()
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "8",
+    "--seq-length",
+    "128",
+    "--max-position-embeddings",
+    "128",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "4",
+    "--train-iters",
+    "4",
+    "--lr",
+    "1e-3",
+    "--min-lr",
+    "1e-4",
+    "--lr-decay-iters",
+    "10",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--num-workers",
+    "0",
+    "--eval-iters",
+    "0",
+    "--eval-interval",
+    "1000",
+    "--log-interval",
+    "1",
+    "--split",
+    "100,0,0",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-masked-softmax-fusion",
+    "--use-cpu-initialization",
+]
 CP2, CP4 = ("--context-parallel-size", "2"), ("--context-parallel-size", "4")
 TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 
