@@ -100,9 +100,12 @@ def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> Spl
     )
     layout = run.layout(seq_len, group.size)
     if not run.has_documents:
-        return Split(layout, Mask.causal(seq_len), group)
+        return Split(layout, _causal(seq_len), group)
     starts = starts_of(run.config.documents, batch.get("input_ids"), batch.get("position_ids"), run.eod)
     return Split(layout, document_mask(starts), group)
+
+
+_causal = functools.lru_cache(maxsize=16)(Mask.causal)
 
 
 def _check_length(model: Any, seq_len: int, run: Session, group: Group) -> None:
@@ -253,7 +256,10 @@ def flash_forward(original: Function, session: Callable[[], Session]) -> Functio
                 f"megacp: FlashSelfAttention has dropout {self.dropout_p}. Set --attention-dropout 0."
             )
         values = given.arguments
-        method, hierarchy = _method(run, 1), None
+        if len(run.methods) > 1:
+            raise UnsupportedError(
+                "megacp: FlashSelfAttention does not know its layer, so --cp-comm-type can name one method only on this host."
+            )
         return attend.attention(
             values["q"],
             values["k"],
@@ -261,8 +267,7 @@ def flash_forward(original: Function, session: Callable[[], Session]) -> Functio
             mask=split.mask,
             layout=split.layout,
             group=split.group,
-            method=method,
-            hierarchy=hierarchy,
+            method=_method(run, 1),
             kernel=run.config.kernel,
             format="bshd",
             scale=self.softmax_scale,
