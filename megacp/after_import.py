@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AfterImport", "is_findable"]
+__all__ = ["AfterImport", "is_findable", "source_of"]
 
 
 class AfterImport(MetaPathFinder):
@@ -90,18 +91,33 @@ def _ask(
 
 def is_findable(name: str) -> bool:
     """Tell whether a module could be imported, without importing it or any package around it."""
+    return _find(name) is not None
+
+
+def source_of(name: str) -> str | None:
+    """Give the text of a module that could be imported, without importing it; None if there is none."""
+    spec = _find(name)
+    origin = getattr(spec, "origin", None)
+    if origin is None or not origin.endswith(".py"):
+        return None
+    return Path(origin).read_text(encoding="utf-8", errors="replace")
+
+
+def _find(name: str) -> ModuleSpec | None:
     path: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         prefix = ".".join(parts[:depth])
         module = sys.modules.get(prefix)
         if module is not None:
             path = getattr(module, "__path__", None)
+            spec = getattr(module, "__spec__", None) or ModuleSpec(prefix, None)
         else:
             spec = _ask(prefix, path)
             if spec is None:
-                return False
+                return None
             path = spec.submodule_search_locations
         if path is None and depth < len(parts):
-            return False  # a plain module holds no others
-    return True
+            return None  # a plain module holds no others
+    return spec

@@ -72,7 +72,12 @@ def run(words: list[str]) -> int:
     start, arguments = _script(rest)
     check_sizes(arguments, os.environ.get("WORLD_SIZE"))
     _use_the_cpu_where_there_is_no_gpu()
-    import_module("megacp.hosts").install(config)
+    folder = str(Path(rest[0]).resolve().parent)  # where the host is, beside the script
+    sys.path.insert(0, folder)
+    try:
+        import_module("megacp.hosts").install(config)
+    finally:
+        sys.path.remove(folder)
     try:
         start()
     except SystemExit as ended:

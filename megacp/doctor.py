@@ -18,7 +18,7 @@ from typing import Any
 
 from megacp.config import Config
 from megacp.errors import ConfigError
-from megacp.hosts import megatron
+from megacp.hosts import legacy, megatron
 from megacp.hosts.hooks import Finding, find
 from megacp.hosts.rows import entry_point_rows
 from megacp.hosts.seams import Seam
@@ -67,7 +67,9 @@ def doctor(words: list[str]) -> int:
         raise ConfigError(f"megacp doctor takes one path and --json, not {' '.join(words)}.\n{_HELP}")
     with _quietly():
         host = _host(Path(paths[0]) if paths else None)
-        answers = examine([*megatron.rows(_no_session), *entry_point_rows()])
+        others = entry_point_rows()
+        table = legacy if legacy.is_needed(others) else megatron
+        answers = examine([*table.rows(_no_session), *others])
     print(_as_json(host, answers) if flags else _as_text(host, answers))
     return 0 if _can_run(answers) else 1
 

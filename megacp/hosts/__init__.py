@@ -8,18 +8,20 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from megacp.comm import set_deadline
 from megacp.config import Config
 from megacp.dynamic import Share
 from megacp.errors import ConfigError
-from megacp.hosts import megatron, shares
+from megacp.hosts import legacy, megatron, shares
+from megacp.hosts.legacy.groups import withdraw
 from megacp.hosts.megatron import record
-from megacp.hosts.rows import entry_point_rows
-from megacp.hosts.seams import Seams
+from megacp.hosts.rows import entry_point_rows, load_rows
+from megacp.hosts.seams import Seam, Seams
 from megacp.hosts.session import Session
 
-__all__ = ["install", "report", "sharing", "uninstall"]
+__all__ = ["fork_rows", "install", "report", "sharing", "uninstall"]
 
 _session: Session | None = None
 _seams: Seams | None = None
@@ -42,7 +44,9 @@ def install(config: Config | None = None) -> None:
     _forget_rotary_tables()
     folder = os.environ.get("MEGACP_RECORD")  # set by megacp verify
     records = record.rows(folder) if folder else []
-    _seams = Seams([*megatron.rows(_current), *entry_point_rows(), *records])
+    others = entry_point_rows()
+    host = legacy if legacy.is_needed(others) else megatron
+    _seams = Seams([*host.rows(_current), *others, *records])
     _seams.install()
 
 
@@ -52,6 +56,8 @@ def uninstall() -> None:
     if _seams is None:
         return
     _seams.uninstall()
+    if _session is not None and _session.groups is not None:
+        withdraw(_session.groups)
     _session = _seams = None
     _forget_rotary_tables()
 
@@ -75,6 +81,15 @@ def sharing(share: Share) -> AbstractContextManager[None]:
             "megacp: a host's model is to run a share, but megacp is not installed. Call megacp.install() first."
         )
     return shares.running(_session, share)
+
+
+def fork_rows(path: str | Path, has_context_parallel: bool = False) -> list[Seam]:
+    """Read a fork's own names from a file (see :mod:`megacp.hosts.rows`), for its entry point of the group ``megacp.seams``.
+
+    has_context_parallel: the fork has context-parallel groups of its own, as Megatron-core has since 0.4.
+    Raises: SeamError naming the file and the row.
+    """
+    return load_rows(path, (megatron if has_context_parallel else legacy).rows(_current))
 
 
 def _current() -> Session:

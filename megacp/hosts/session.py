@@ -40,6 +40,8 @@ class Session:
         attached_scales, router_tokens: what the host scales attached losses by (see hosts.megatron.attached).
         split: of the micro-batch that is in the model's forward.
         asks_late: the model's layers ask for positions themselves, in recompute too, so all micro-batches have one layout.
+        arguments, own_group, groups: of a host without context parallelism (see hosts.legacy): its command line, its getter of the
+            data-parallel group, and the groups made for it.
         token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
         share: the row that the model runs on its own block of ranks now (see hosts.shares); None without dynamic sizes.
     """
@@ -66,6 +68,9 @@ class Session:
     split: Split | None = None
     share: Share | None = None
     asks_late: bool = False
+    arguments: Any = None
+    own_group: Any = None
+    groups: Any = None
 
     def __post_init__(self) -> None:
         if self.eod is None:

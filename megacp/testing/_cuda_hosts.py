@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from megacp.after_import import AfterImport
+from megacp.after_import import AfterImport, is_findable
+from megacp.testing import _apex
 from megacp.testing._changes import Changes
 
 __all__ = ["bridge"]
@@ -71,7 +72,9 @@ _ARGUMENTS = {
 
 def _arguments(changes: Changes, module: ModuleType) -> str:
     """Have the arguments choose no CUDA kernel, whatever the command line says; rank 0 says what changed."""
-    original = module.validate_args
+    original = getattr(module, "validate_args", None)
+    if original is None:  # a host that has fewer kernels to choose from
+        return "left as they are"
 
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -134,6 +137,42 @@ def _triton_to_import() -> Iterator[None]:
 
 
 # Fallbacks.
+
+
+def _old_numpy(changes: Changes, module: ModuleType) -> str:
+    """Give numpy back the names of python's own types, which hosts of before 2023 use."""
+    numpy = importlib.import_module("numpy")
+    for name, kind in (("float", float), ("int", int), ("bool", bool)):
+        if name not in vars(numpy):
+            changes.attribute(numpy, name, kind)
+    return "numpy has the names of python's types again"
+
+
+def _old_layer_norm(changes: Changes, module: ModuleType) -> str:
+    """Have layers find the kernels that they look for by name when they are built."""
+    original = module.MixedFusedLayerNorm.__init__
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        with _apex.apex_to_import():
+            original(*args, **kwargs)
+
+    changes.attribute(module.MixedFusedLayerNorm, "__init__", init)
+    return "layer norms are torch's"
+
+
+def _core_layer_norm(changes: Changes, module: ModuleType) -> str:
+    """Give a core that has no norm but Apex's that norm, by torch."""
+    others = ("torch_layer_norm", "torch_norm")
+    if getattr(module, "HAVE_FUSED_LAYER_NORM", True) or any(
+        is_findable(f"megatron.core.transformer.{name}") for name in others
+    ):
+        return "left as it is"
+    with _apex.apex_to_import():
+        found = importlib.import_module("apex.normalization.fused_layer_norm")
+    changes.attribute(module, "FusedLayerNormAffineFunction", found.FusedLayerNormAffineFunction)
+    changes.attribute(module, "HAVE_FUSED_LAYER_NORM", True)
+    return "Apex's layer norm is torch's"
 
 
 def _yarn(changes: Changes, module: ModuleType) -> str:
@@ -320,6 +359,9 @@ def _torch_adam(changes: Changes, module: ModuleType) -> str:
 _PATCHES: dict[str, Callable[[Changes, ModuleType], str]] = {
     "megatron.arguments": _arguments,
     "megatron.core.fp8_utils": _fp8,
+    "megatron.core.fusions.fused_layer_norm": _core_layer_norm,
+    "megatron.global_vars": _old_numpy,
+    "megatron.model.fused_layer_norm": _old_layer_norm,
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _yarn,
     "megatron.core.optimizer.distrib_optimizer": _torch_adam,
     "megatron.core.tensor_parallel.random": _recompute,
@@ -339,7 +381,7 @@ class _HostFinder(AfterImport):
     """Patches the modules of the table when they have run; offers triton to those that cannot be without."""
 
     def __init__(self, changes: Changes) -> None:
-        super().__init__((*_PATCHES, *_IMPORT_TRITON), self.patch)
+        super().__init__((*_PATCHES, *_IMPORT_TRITON, *_apex.IMPORT_APEX), self.patch)
         self._changes = changes
 
     def patch(self, name: str, module: ModuleType) -> None:
@@ -351,12 +393,13 @@ class _HostFinder(AfterImport):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         spec = super().find_spec(fullname, path, target)
-        if spec is not None and fullname in _IMPORT_TRITON:
+        lend = _triton_to_import if fullname in _IMPORT_TRITON else _apex.apex_to_import
+        if spec is not None and fullname in (*_IMPORT_TRITON, *_apex.IMPORT_APEX):
             loader: Any = spec.loader
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with _triton_to_import():
+                with lend():
                     execute(module)
 
             loader.exec_module = exec_module
