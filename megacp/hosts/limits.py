@@ -54,6 +54,18 @@ def check_sequence_length(
         )
 
 
+def check_one_layout(layout: str) -> None:
+    """Refuse layouts that differ by micro-batch, for hosts whose layers ask for positions in recompute too.
+
+    Raises: UnsupportedError.
+    """
+    if layout in ("balanced", "per_document"):
+        raise UnsupportedError(
+            f"megacp: --megacp-layout {layout} is not offered on a host without context parallelism of its own: its layers ask for "
+            "positions anew in recompute, when the micro-batch is no longer known. Use --megacp-layout zigzag."
+        )
+
+
 def check_model_config(
     config: Any, cp: int, has_documents: bool, has_keyed_dropout: bool = False, layout: str = "auto"
 ) -> None:

@@ -79,6 +79,13 @@ def test_a_balanced_layout_wants_a_multiple_of_the_ranks_only() -> None:
     limits.check_sequence_length(1022, 4, "per_document")
 
 
+@pytest.mark.parametrize("layout", ["balanced", "per_document"])
+def test_a_host_that_is_given_context_parallelism_has_one_layout(layout: str) -> None:
+    limits.check_one_layout("auto")
+    with pytest.raises(UnsupportedError, match=f"--megacp-layout {layout} is not offered on a host without"):
+        limits.check_one_layout(layout)
+
+
 def test_layouts_differ_by_micro_batch_only_where_documents_do() -> None:
     assert changes_by_batch("balanced", True) and changes_by_batch("auto", True)
     assert not changes_by_batch("auto", False) and not changes_by_batch("contiguous", True)

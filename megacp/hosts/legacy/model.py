@@ -99,11 +99,7 @@ def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> Spl
     limits.check_sequence_length(
         seq_len, group.size, run.layout_name, tp, getattr(settings, "sequence_parallel", False)
     )
-    if run.config.layout in ("balanced", "per_document"):
-        raise UnsupportedError(
-            f"megacp: --megacp-layout {run.config.layout} is not offered on a host without context parallelism of its own: its layers "
-            "ask for positions anew in recompute. Use --megacp-layout zigzag."
-        )
+    limits.check_one_layout(run.config.layout)
     run.asks_late = True
     layout = run.layout(seq_len, group.size)
     if not run.has_documents:

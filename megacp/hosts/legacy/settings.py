@@ -125,6 +125,7 @@ def _check(args: Any, world: int, run: Session) -> None:
     if not run.is_in_force(cp):
         return
     what = f"--context-parallel-size {cp}" if cp > 1 else "--megacp-documents"
+    limits.check_one_layout(run.config.layout)
     if args.seq_length is not None:
         parallel = getattr(args, "sequence_parallel", False)
         limits.check_sequence_length(args.seq_length, cp, run.layout_name, tp, parallel)
