@@ -86,3 +86,28 @@ def differences(a: Run, b: Run) -> dict[str, float]:
             gap = float((value.double() - other.double()).norm() / value.double().norm().clamp(min=1e-30))
             out["parameter"] = max(out["parameter"], gap)
     return out
+
+
+def train_on_a_copied_config(argv: list[str], settings: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Train in this rank with a model whose config is a deep copy of the one that the loop goes on with."""
+    import copy
+
+    from megacp.testing import cpu
+
+    cpu.install()
+    sys.path.insert(0, str(EXAMPLE))
+    import pretrain
+    from megatron.core.distributed import finalize_model_grads
+
+    build = pretrain.build_model
+
+    def build_on_a_copy(args: Any, config: Any, vocab_size: int) -> list[Any]:
+        live = copy.deepcopy(config)
+        live.finalize_model_grads_func = finalize_model_grads
+        return build(args, live, vocab_size)  # type: ignore[no-any-return]
+
+    pretrain.build_model = build_on_a_copy
+    try:
+        return train_here(argv, settings)
+    finally:
+        pretrain.build_model = build

@@ -6,13 +6,14 @@ those are held to rel 1e-5 in float32. The runs without context parallelism and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacp.testing import ranks
-from tests.conformance.loop import Run, differences, read_run, train_here
+from tests.conformance.loop import Run, differences, read_run, train_here, train_on_a_copied_config
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'megacp[megatron]'")
 
@@ -36,9 +37,16 @@ class Trainings:
         self.done: dict[tuple[str, ...], Run] = {}
 
     def run(
-        self, *flags: str, ranks_used: int = 1, dtype: str = "float64", hooked: bool = True, **settings: str
+        self,
+        *flags: str,
+        ranks_used: int = 1,
+        dtype: str = "float64",
+        hooked: bool = True,
+        train: Callable[..., Any] = train_here,
+        **settings: str,
     ) -> Run:
-        key = (*flags, str(ranks_used), dtype, str(hooked), *map(str, sorted(settings.items())))
+        named = map(str, sorted(settings.items()))
+        key = (*flags, str(ranks_used), dtype, str(hooked), train.__name__, *named)
         if key not in self.done:
             out = self.folder / str(len(self.done))
             argv = [
@@ -51,7 +59,7 @@ class Trainings:
             ]
             if dtype == "float64":
                 argv += ["--clip-grad", "0"]
-            records = ranks.run(train_here, ranks_used, argv, settings if hooked else None, timeout=120.0)
+            records = ranks.run(train, ranks_used, argv, settings if hooked else None, timeout=120.0)
             self.done[key] = read_run(records[0], out)
         return self.done[key]
 
@@ -320,4 +328,14 @@ def test_packed_documents_on_two_replicas_and_two_pipeline_stages_train_the_same
     flags = (*PACKED, "--pipeline-model-parallel-size", "2")
     alone = trainings.run(*flags, ranks_used=4, documents="positions")
     split = trainings.run(*flags, *cp(2), ranks_used=8, documents="positions", layout="balanced")
+    assert_same(alone, split, 1e-9)
+
+
+def test_d09_a_model_on_a_copy_of_the_config_counts_tokens_over_all_ranks_float64(
+    trainings: Trainings,
+) -> None:
+    """Megatron-Bridge#4974: what was set on one config was not on the model's, and per-token gradients were never divided."""
+    flags = ("--answer-only", "--calculate-per-token-loss")
+    alone = trainings.run(*flags, ranks_used=2, hooked=False)
+    split = trainings.run(*flags, *cp(2), ranks_used=4, train=train_on_a_copied_config)
     assert_same(alone, split, 1e-9)
