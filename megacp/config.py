@@ -32,7 +32,7 @@ class Flag:
 
 
 LAYOUTS = ("auto", "zigzag", "contiguous", "balanced", "per_document")
-DOCUMENTS = ("off", "eod", "positions")
+DOCUMENTS = ("off", "eod", "positions", "cu_seqlens")
 DROPOUT = ("off", "positions")
 BROADCAST_DATA = ("off", "on")
 REPORTS = ("auto", "off")
@@ -46,7 +46,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         "documents",
         "{" + ",".join(DOCUMENTS) + "}",
-        "keep packed documents apart: found by end-of-document tokens or by position ids that restart",
+        "keep packed documents apart: found by end-of-document tokens, restarting position ids or the script's offsets",
     ),
     Flag(
         "dropout",
@@ -68,7 +68,8 @@ FLAGS: tuple[Flag, ...] = (
 class Config:
     """Hold the settings of one run; equal on every rank.
 
-    layout: ``auto``, ``zigzag``, ``contiguous``, ``balanced`` or ``per_document``. documents: ``off``, ``eod`` or ``positions``.
+    layout: ``auto``, ``zigzag``, ``contiguous``, ``balanced`` or ``per_document``. documents: ``off``, ``eod``,
+    ``positions`` or ``cu_seqlens``.
     dropout: ``off`` (refused over ranks) or ``positions`` (drawn by megacp, from positions, at every size).
     broadcast_data: ``off`` (each rank reads the data) or ``on`` (one of those that share a sequence does, for all of them).
     kernel: a name of the kernel registry, or ``auto``. report: ``auto`` or ``off``.

@@ -8,6 +8,7 @@ the first stage, and each of them tells the later stages of its own pipeline.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,18 @@ __all__ = ["Mailbox", "document_mask", "starts_of"]
 
 
 def starts_of(
-    how: str, tokens: torch.Tensor | None, position_ids: torch.Tensor | None, eod: int | None
+    how: str,
+    tokens: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    eod: int | None,
+    offsets: Sequence[torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Mark the first token of each document, uint8 [B, G] on the CPU.
 
     Args:
-        how: 'eod' (a document ends after each token ``eod``) or 'positions' (one starts wherever a position does not follow the last).
+        how: 'eod' (a document ends after each token ``eod``), 'positions' (one starts wherever a position does not follow the last) or
+            'cu_seqlens' (as the offsets say).
+        offsets: of a row's documents, int [n + 1] each: cumulative lengths, and where they lie if each is padded at its end (or None).
     Raises: ConfigError or ShapeError if what is needed to find documents is not there.
     """
     if how == "eod":
@@ -38,12 +45,44 @@ def starts_of(
         ids = _whole("the model's input_ids", tokens)
         starts = torch.zeros(ids.shape, dtype=torch.uint8)
         starts[:, 1:] = ids[:, :-1] == eod
+    elif how == "cu_seqlens":
+        starts = _by_offsets(_whole("the model's input_ids", tokens).shape, *offsets)
     else:
         positions = _whole("the model's position_ids", position_ids)
         starts = torch.zeros(positions.shape, dtype=torch.uint8)
         starts[:, 1:] = positions[:, 1:] - positions[:, :-1] != 1
     starts[:, 0] = 1
     return starts
+
+
+def _by_offsets(
+    shape: tuple[int, ...], lengths: torch.Tensor | None, places: torch.Tensor | None
+) -> torch.Tensor:
+    """Mark where documents start by a row's offsets; what pads a document, or the row, is a document of its own."""
+    if lengths is None or lengths.dim() != 1 or shape[0] != 1:
+        found = "none" if lengths is None else f"{tuple(lengths.shape)} for {shape[0]} rows"
+        raise ShapeError(
+            f"megacp: --megacp-documents cu_seqlens reads packed_seq_params.cu_seqlens_q, int [documents + 1], of the one row that a "
+            f"micro-batch then has, and found {found}. Pass packed_seq_params to the model, with --micro-batch-size 1."
+        )
+    ends = lengths.detach().cpu().long()
+    at = ends if places is None else places.detach().cpu().long()
+    sizes, room = ends.diff(), at.diff()
+    rises = len(ends) > 1 and int(ends[0]) == int(at[0]) == 0 and bool((sizes >= 0).all())
+    if not rises or at.shape != ends.shape or bool((sizes > room).any()) or int(at[-1]) > shape[1]:
+        raise ShapeError(
+            f"megacp: cu_seqlens_q {_short(ends)}{'' if places is None else f', padded {_short(at)},'} do not rise from 0 "
+            f"within the {shape[1]} tokens of the row. Offsets count the whole row, before it is split over ranks."
+        )
+    starts = torch.zeros(shape, dtype=torch.uint8)
+    marks = torch.cat([at, at[:-1] + sizes])
+    starts[0, marks[marks < shape[1]]] = 1
+    return starts
+
+
+def _short(x: torch.Tensor) -> str:
+    values = x.tolist()
+    return str(values if len(values) <= 8 else [*values[:4], "...", *values[-3:]])
 
 
 def document_mask(starts: torch.Tensor) -> Mask:

@@ -111,3 +111,36 @@ def train_on_a_copied_config(argv: list[str], settings: dict[str, Any] | None) -
         return train_here(argv, settings)
     finally:
         pretrain.build_model = build
+
+
+def train_by_offsets(argv: list[str], settings: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Train in this rank with a script that finds documents itself and passes their offsets to the model."""
+    from megacp.testing import cpu
+
+    cpu.install()
+    sys.path.insert(0, str(EXAMPLE))
+    from functools import partial
+
+    import pretrain
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    plain = pretrain.forward_step
+    eod = pretrain.Tokenizer(argv[argv.index("--tokenizer-model") + 1]).eod
+
+    def forward_step(args: Any, iterator: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
+        whole = next(iterator)
+        (ends,) = torch.nonzero(whole["tokens"][0, :-1] == eod, as_tuple=True)
+        row = torch.tensor([0, *(ends + 1).tolist(), args.seq_length], dtype=torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=row, cu_seqlens_kv=row)
+        return plain(args, iter([whole]), partial_with_module(chunk, packed_seq_params=params))
+
+    def partial_with_module(chunk: Any, **more: Any) -> Any:
+        call = partial(chunk, **more)
+        call.module = chunk  # type: ignore[attr-defined]
+        return call
+
+    pretrain.forward_step = forward_step
+    try:
+        return train_here(argv, settings)
+    finally:
+        pretrain.forward_step = plain

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from megacp.testing import ranks
-from tests.conformance.loop import Run, differences, read_run, train_here, train_on_a_copied_config
+from tests.conformance.loop import (
+    Run,
+    differences,
+    read_run,
+    train_by_offsets,
+    train_here,
+    train_on_a_copied_config,
+)
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'megacp[megatron]'")
 
@@ -109,6 +116,19 @@ def test_training_with_documents_is_the_same_at_any_size_float64(trainings: Trai
 
 def test_documents_change_the_training(trainings: Trainings) -> None:
     assert differences(trainings.run(documents="eod"), trainings.run(hooked=False))["loss"] > 1e-3
+
+
+@pytest.mark.parametrize("flags", [(), ("--pipeline-model-parallel-size", "2")], ids=["", "two stages"])
+def test_documents_by_the_script_s_offsets_are_those_by_eod(
+    trainings: Trainings, flags: tuple[str, ...]
+) -> None:
+    one = ("--micro-batch-size", "1", *flags)
+    size = 2 if flags else 1
+    by_eod = trainings.run(*one, ranks_used=size, documents="eod")
+    by_offsets = trainings.run(
+        *one, *cp(2), ranks_used=2 * size, documents="cu_seqlens", train=train_by_offsets
+    )
+    assert_same(by_eod, by_offsets, 1e-9)
 
 
 def test_documents_by_positions_are_those_by_eod(trainings: Trainings) -> None:

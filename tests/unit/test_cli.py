@@ -241,7 +241,7 @@ def test_help_names_the_commands_and_the_flags(run: Run) -> None:
     assert "run a training script with context parallelism" in done.stdout
     assert run().stdout == done.stdout
     flags = run("run", "--help")
-    assert "--megacp-documents {off,eod,positions}" in flags.stdout
+    assert "--megacp-documents {off,eod,positions,cu_seqlens}" in flags.stdout
     assert "--cp-comm-type" in flags.stdout
     assert "hosts:" not in flags.stdout
 

@@ -126,6 +126,11 @@ def _check(args: Any, world: int, run: Session) -> None:
         return
     what = f"--context-parallel-size {cp}" if cp > 1 else "--megacp-documents"
     limits.check_one_layout(run.config.layout)
+    if run.config.documents == "cu_seqlens":
+        raise UnsupportedError(
+            "megacp: --megacp-documents cu_seqlens reads packed_seq_params, which models of this host are not given. Use eod or "
+            "positions."
+        )
     if args.seq_length is not None:
         parallel = getattr(args, "sequence_parallel", False)
         limits.check_sequence_length(args.seq_length, cp, run.layout_name, tp, parallel)

@@ -94,6 +94,7 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         batch = given.arguments
+        known = {**batch, **_offsets(batch, session())}
         for name in (
             "inference_context",
             "inference_params",
@@ -109,8 +110,8 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         if share is not None:
             shares.check(self, share, session())
             _check_attention(self, share.step.waves.ranks)
-        _check_same_sample(batch, group, session())
-        placement, mask = _split(self, batch, session(), group)
+        _check_same_sample(known, group, session())
+        placement, mask = _split(self, known, session(), group)
         split = dropout.keyed(
             Split(placement.layout, mask, group, method=share.method if share else None), self, session()
         )
@@ -144,6 +145,16 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         return whole if ends is None else whole.masked_fill(ends.to(whole.device), 0)
 
     return forward
+
+
+def _offsets(batch: dict[str, Any], run: Session) -> dict[str, Any]:
+    """Take the documents' offsets from the call, if they are to be read there; the host's attention is then given none."""
+    if run.config.documents != "cu_seqlens":
+        return {}
+    given = batch.get("packed_seq_params")
+    if given is not None:
+        batch["packed_seq_params"] = None
+    return {"packed_seq_params": None, **{name: getattr(given, name, None) for name in _OFFSETS}}
 
 
 def _mask_last_labels(batch: dict[str, Any], mask: Mask, run: Session) -> torch.Tensor | None:
@@ -184,11 +195,12 @@ def _whole_loss_mask(model: Any, batch: dict[str, Any], mask: Mask) -> torch.Ten
 
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_q_padded")
 _DIMS = {"padding_mask": 1}
 _WHY_NOT = {
     "inference_context": "decoding against a cache is not attention over a split sequence",
     "inference_params": "decoding against a cache is not attention over a split sequence",
-    "packed_seq_params": "give documents by --megacp-documents instead",
+    "packed_seq_params": "with --megacp-documents cu_seqlens documents are read from it",
     "decoder_input": "embeddings made outside the model are not split",
     "extra_block_kwargs": "their tokens are not known",
 }
@@ -219,7 +231,10 @@ def _mask(model: Any, batch: dict[str, Any], run: Session, shape: tuple[int, int
         )
     chunk = getattr(model, "vp_stage", None) or 0
     if mailbox.is_first and chunk == 0:
-        starts = starts_of(run.config.documents, batch.get("input_ids"), batch.get("position_ids"), run.eod)
+        offsets = [batch.get(name) for name in _OFFSETS]
+        starts = starts_of(
+            run.config.documents, batch.get("input_ids"), batch.get("position_ids"), run.eod, offsets
+        )
         mailbox.put(starts)
     else:
         starts = mailbox.get(chunk, *shape)
@@ -233,7 +248,8 @@ def _check_same_sample(batch: dict[str, Any], group: Group, run: Session) -> Non
     """
     due, run.forwards = run.forwards % 100 == 0, run.forwards + 1
     due = due or run.share is not None  # ranks of a block have not counted alike
-    fields = [batch.get(name) for name in _PER_TOKEN]
+    compared = (*_PER_TOKEN, *_OFFSETS)
+    fields = [batch.get(name) for name in compared]
     given = next((x for x in fields if isinstance(x, torch.Tensor)), None)
     if group.size == 1 or not due or given is None:
         return
@@ -242,7 +258,7 @@ def _check_same_sample(batch: dict[str, Any], group: Group, run: Session) -> Non
     differ = (everyone != everyone[0]).any(-1)
     others = differ.any(1).nonzero().flatten().tolist()
     if others:
-        names = [name for name, there in zip(_PER_TOKEN, differ.any(0).tolist(), strict=True) if there]
+        names = [name for name, there in zip(compared, differ.any(0).tolist(), strict=True) if there]
         shapes = [tuple(row[0, :2].tolist()) for row in everyone]
         raise ShapeError(
             f"megacp: context-parallel ranks {[0, *others]} do not all hold the same batch: ranks {others} differ from rank 0 in "
