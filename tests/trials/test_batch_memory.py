@@ -17,7 +17,7 @@ from megacp.groups import Group
 from megacp.hosts.documents import Mailbox
 from megacp.hosts.megatron import model
 from megacp.hosts.session import Session
-from megacp.hosts.splits import ticket
+from megacp.hosts.splits import Split, ticket
 
 LENGTH, CP = 131_072, 8
 
@@ -42,8 +42,11 @@ def _prepare(length, documents):
     group = Group(None, 1, CP, tuple(range(CP)))
     tokens = torch.arange(length)[None] % 1009
     batch = {name: tokens.clone() for name in model._PER_TOKEN}
-    config = SimpleNamespace(tensor_model_parallel_size=1, sequence_parallel=False)
-    split = model._split(SimpleNamespace(config=config, decoder=None, vp_stage=None), batch, run, group)
+    sizes = {"num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 64, "hidden_size": 512}
+    config = SimpleNamespace(tensor_model_parallel_size=1, sequence_parallel=False, **sizes)
+    host = SimpleNamespace(config=config, decoder=None, vp_stage=None, parameters=lambda: iter([tokens]))
+    placement, mask = model._split(host, batch, run, group)
+    split = Split(placement.layout, mask, group)
     if documents != "off":
         model._mask_last_labels(batch, split.mask, run)
     sharding.shard(batch, split.layout, rank=1)

@@ -83,7 +83,7 @@ def test_the_checks_run_in_order_and_pass_further_words_to_pytest(tmp_path: Path
         "python -m ruff format --check",
         "python -m mypy",
         "lint-imports --no-logo",
-        "python -m pytest -k ring",
+        "python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -k ring",
     ]
 
 
