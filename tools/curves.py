@@ -71,14 +71,14 @@ def draw(runs: dict[str, Records], path: Path) -> None:
     """Draw losses, and differences from the first run on a logarithmic scale."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True)
     first = next(iter(runs.values()))
-    for name, run in runs.items():
-        steps = [r["iteration"] for r in run]
-        above.plot(steps, [r["loss"] for r in run], label=name, linewidth=1)
+    for number, (name, run) in enumerate(runs.items()):
+        steps, color = [r["iteration"] for r in run], f"C{number}"
+        above.plot(steps, [r["loss"] for r in run], label=name, linewidth=1, color=color)
         if run is not first:
             gaps = [
                 max(abs(a["loss"] - b["loss"]) / a["loss"], 1e-10) for a, b in zip(first, run, strict=True)
             ]
-            below.semilogy(steps, gaps, label=name, linewidth=1)
+            below.semilogy(steps, gaps, label=name, linewidth=1, color=color)
     above.set_ylabel("loss per token")
     below.set_ylabel("relative difference from the first")
     below.set_xlabel("step")

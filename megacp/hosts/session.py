@@ -42,6 +42,7 @@ class Session:
         asks_late: the model's layers ask for positions themselves, in recompute too, so all micro-batches have one layout.
         arguments, own_group, groups: of a host without context parallelism (see hosts.legacy): its command line, its getter of the
             data-parallel group, and the groups made for it.
+        model_config, device: of the model, and the type of device its parameters are on, for what is planned ahead.
         token_divisor: what the host's count of tokens is multiplied by to be that of all ranks; None until it was seen.
         share: the row that the model runs on its own block of ranks now (see hosts.shares); None without dynamic sizes.
     """
@@ -68,6 +69,8 @@ class Session:
     split: Split | None = None
     share: Share | None = None
     asks_late: bool = False
+    model_config: Any = None
+    device: str = "cpu"
     arguments: Any = None
     own_group: Any = None
     groups: Any = None

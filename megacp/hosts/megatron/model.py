@@ -59,6 +59,7 @@ def model_init(original: Function, session: Callable[[], Session]) -> Function:
             config.cp_comm_type = given
         if session().is_in_force(cp):
             _check_attention(self, cp)
+            session().model_config, session().device = config, next(self.parameters()).device.type
         dropout.number_layers(self)
 
     return init

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from megacp import comm
 from megacp.config import FLAGS
 from megacp.errors import UnsupportedError
 from megacp.groups import Group, as_group
-from megacp.hosts import limits
+from megacp.hosts import ahead, limits
 from megacp.hosts.batches import Shared
 from megacp.hosts.hooks import Function
 from megacp.hosts.session import Session
@@ -165,7 +166,7 @@ def data_iterators(original: Function, session: Callable[[], Session]) -> Functi
 
     def build_train_valid_test_data_iterators(*args: Any, **kwargs: Any) -> Any:
         if not _is_shared(session()):
-            return original(*args, **kwargs)
+            return _planned_ahead(original(*args, **kwargs), session())
         settings = sys.modules["megatron.training.global_vars"].get_args()
         for flag in ("full_validation", "multiple_validation_sets"):
             if getattr(settings, flag, False):
@@ -185,16 +186,37 @@ def data_iterators(original: Function, session: Callable[[], Session]) -> Functi
     return build_train_valid_test_data_iterators
 
 
+def _planned_ahead(iterators: Any, run: Session) -> Any:
+    """Let the training data be read one batch ahead, where its documents give each batch a plan of its own."""
+    size = parallel_state().get_context_parallel_world_size()
+    train, *others = iterators
+    if size == 1 or run.config.documents not in ("eod", "positions") or train is None:
+        return iterators
+    prepare = functools.partial(
+        ahead.planned, run=run, rank=parallel_state().get_context_parallel_rank(), cp_size=size
+    )
+    chunks = train if isinstance(train, list) else [train]
+    chunks = [
+        _below(chunk, lambda batches: ahead.Ahead(batches, prepare)) if chunk is not None else None
+        for chunk in chunks
+    ]
+    return (chunks if isinstance(train, list) else chunks[0], *others)
+
+
 def _shared(iterator: Any, group: Group) -> Any:
-    """Put the exchange below the host's own wrapper, which can go back over batches."""
+    return _below(iterator, lambda batches: Shared(batches, group))
+
+
+def _below(iterator: Any, wrap: Callable[[Any], Any]) -> Any:
+    """Put something below the host's own wrapper, which can go back over batches."""
     module = sys.modules.get("megatron.core.rerun_state_machine")
     wrapper = getattr(module, "RerunDataIterator", None)
     if wrapper is None:
-        return Shared(iterator, group)
+        return wrap(iterator)
     if isinstance(iterator, wrapper):
-        iterator.iterable = Shared(iterator.iterable, group)
+        iterator.iterable = wrap(iterator.iterable)
         return iterator
-    return wrapper(Shared(iterator, group))
+    return wrapper(wrap(iterator))
 
 
 def initialize(original: Function, session: Callable[[], Session]) -> Function:
