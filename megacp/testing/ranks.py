@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Pool", "RanksError", "run", "shutdown"]
 
 START_LIMIT = 180.0  # seconds for a worker to import torch, on a machine that is busy with other things
-GRACE = 1.0  # seconds that the other ranks get to fail too, once one has
+GRACE = 3.0  # seconds that the other ranks get to fail too, once one has
 GROUP_SHARE = 0.75  # a stuck collective gives up at this share of the limit, so that its traceback is seen
 
 

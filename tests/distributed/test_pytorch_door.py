@@ -354,6 +354,11 @@ def test_contexts_may_be_nested():
 
 def _refused(how):
     qkv, w = _inputs(kv_heads=2 if how == "heads" else 4)
+    if how == "flex":  # the compiler takes seconds to import, on a busy machine not the same on both ranks
+        from torch.nn.attention.flex_attention import flex_attention
+
+        flex_attention(*(x.detach() for x in qkv))
+        dist.barrier()
     with context_parallel(_mesh(), buffers=[*qkv, w], buffer_seq_dims=[2] * 4):
         q, k, v = qkv
         if how == "mask":
@@ -367,8 +372,6 @@ def _refused(how):
         elif how == "dims":
             F.scaled_dot_product_attention(*(x[0] for x in qkv))
         elif how == "flex":
-            from torch.nn.attention.flex_attention import flex_attention
-
             flex_attention(*(x.detach() for x in qkv))
 
 
