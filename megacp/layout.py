@@ -24,7 +24,7 @@ from megacp.errors import ConfigError, ShapeError
 if TYPE_CHECKING:
     from megacp.mask import Mask
 
-__all__ = ["Layout", "as_offsets"]
+__all__ = ["Layout", "as_offsets", "chunk_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class Layout:
         offsets = as_offsets(cu_seqlens)
         _check_sizes(int(offsets[-1]), cp_size)
         starts, lengths = offsets[:-1], np.diff(offsets)
-        chunk = -(-lengths // (2 * cp_size))
+        chunk = chunk_of(lengths, cp_size)
         stops = starts + lengths
         ranks = []
         for rank in range(cp_size):
@@ -189,6 +189,11 @@ class Layout:
         if not 0 <= rank < self.cp_size:
             raise ConfigError(f"megacp: rank {rank} is not in a layout over cp_size {self.cp_size}.")
         return self.pieces[rank]
+
+
+def chunk_of(lengths: np.ndarray, cp_size: int) -> np.ndarray:
+    """Return the slots of one of the 2·cp_size chunks of each document that is zigzagged alone, padding included, int64 [n]."""
+    return -(-lengths // (2 * cp_size))
 
 
 def as_offsets(cu_seqlens: Any) -> np.ndarray:

@@ -35,6 +35,7 @@ import megacp  # noqa: E402
 from megacp import Layout, Mask  # noqa: E402
 from megacp.data import Cost, Packer, Row, spread  # noqa: E402
 from megacp.dynamic import row_layout  # noqa: E402
+from megacp.layout import chunk_of  # noqa: E402
 from megacp.plans import Block  # noqa: E402
 from megacp.slices import UNBOUNDED  # noqa: E402
 
@@ -166,7 +167,7 @@ def zigzag_tiles(lengths: np.ndarray, size: int, tile: int) -> tuple[int, int]:
 
     Its own two chunks are one causal block; of each other owner's it sees half: both query chunks and one of keys, or one and both.
     """
-    chunk = -(-lengths // (2 * size))
+    chunk = chunk_of(lengths, size)
     one, both = -(-chunk // tile), -(-2 * chunk // tile)
     return int((causal_tiles(2 * chunk, tile) + (size - 1) * one * both).sum()), int(2 * chunk.sum())
 

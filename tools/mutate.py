@@ -151,7 +151,7 @@ FAULTS = (
     # the host
     Fault(
         "labels cross documents",
-        "megacp/hosts/megatron/model.py",
+        "megacp/hosts/entry.py",
         "    seen.masked_fill_(ends.to(seen.device), 0)\n",
         "",
         ("tests/unit/test_loss_contracts.py", "-k", "last_label"),
@@ -183,6 +183,48 @@ FAULTS = (
         "                names[key] = new\n",
         "                pass\n",
         ("tests/unit/test_seams.py",),
+    ),
+    Fault(
+        "offsets: the second document is part of the first",
+        "megacp/hosts/documents.py",
+        "    starts[0, marks[marks < shape[1]]] = 1\n",
+        "    starts[0, marks[marks < shape[1]]] = 1\n    starts[0, marks[1]] = 0\n",
+        ("tests/unit/test_starts.py",),
+    ),
+    Fault(
+        "every micro-batch has the first one's positions",
+        "megacp/hosts/session.py",
+        "            return self.split.layout\n",
+        '            return fixed("zigzag", seq_len, cp_size)\n',
+        (LOOP, "-k", "every_layout and balanced"),
+    ),
+    Fault(
+        "old hosts: gradients are averaged over the group",
+        "megacp/hosts/legacy/model.py",
+        "dim=1, grad_factor=group.size)",
+        "dim=1, grad_factor=1)",
+        ("tests/conformance/test_toy_fork.py",),
+    ),
+    Fault(
+        "packed rows: labels run on into the next document",
+        "megacp/data/batches.py",
+        "            counts[at : stop - 1] = ",
+        "            counts[at:stop] = ",
+        ("tests/unit/test_indexed.py", "-k", "labels"),
+    ),
+    Fault(
+        "packed rows: a checkpoint keeps where the stream stood a step before",
+        "megacp/data/batches.py",
+        "            return self._steps[number - 1][1]\n",
+        "            return self._steps[max(number - 2, 0)][1]\n",
+        ("tests/unit/test_indexed.py", "-k", "readers"),
+    ),
+    Fault(
+        "a token more than a sequence has is read beyond its file",
+        "megacp/data/indexed.py",
+        "        if (places > data - sizes * width).any():\n",
+        "        if False:\n",
+        ("tests/unit/test_indexed.py", "-k", "malformed"),
     ),
     Fault(
         "sizes: each row is a mean of its own",

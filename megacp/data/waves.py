@@ -128,8 +128,10 @@ class Cost:
         return float(self._documents(np.array([tokens], np.int64), size)[0])
 
     def _documents(self, tokens: np.ndarray, size: int) -> np.ndarray:
-        chunk = -(-tokens // (2 * size))  # of a zigzag; one rank alone needs no padding
-        slots = tokens if size == 1 else 2 * chunk
+        from megacp.layout import chunk_of  # here, as it brings torch, which reading documents does without
+
+        chunk = chunk_of(tokens, size)
+        slots = tokens if size == 1 else 2 * chunk  # one rank alone needs no padding
         side = -(-slots // self.tile)
         tiles = side * (side + 1) // 2 + (size - 1) * side * -(-chunk // self.tile)
         attention = self.pair * (tiles * self.tile**2).astype(np.float64)

@@ -14,7 +14,7 @@ from megacp.comm import set_deadline
 from megacp.config import Config
 from megacp.dynamic import Share
 from megacp.errors import ConfigError
-from megacp.hosts import legacy, megatron, shares
+from megacp.hosts import legacy, megatron
 from megacp.hosts.legacy.groups import withdraw
 from megacp.hosts.megatron import record
 from megacp.hosts.rows import entry_point_rows, load_rows
@@ -80,7 +80,7 @@ def sharing(share: Share) -> AbstractContextManager[None]:
         raise ConfigError(
             "megacp: a host's model is to run a share, but megacp is not installed. Call megacp.install() first."
         )
-    return shares.running(_session, share)
+    return _session.holding(share=share)
 
 
 def fork_rows(path: str | Path, has_context_parallel: bool = False) -> list[Seam]:

@@ -5,7 +5,7 @@ All values come from the configuration, which every rank has, and are checked be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,15 @@ from megacp import methods
 from megacp.errors import ConfigError, UnsupportedError
 from megacp.layout import Layout
 
-__all__ = ["check_model_config", "check_padding", "check_sequence_length", "check_sizes", "comm_types"]
+__all__ = [
+    "check_methods",
+    "check_model_config",
+    "check_one_layout",
+    "check_padding",
+    "check_sequence_length",
+    "check_sizes",
+    "comm_types",
+]
 
 
 def check_sizes(world: int, cp: Any, tp: int, pp: int) -> None:
@@ -54,6 +62,18 @@ def check_sequence_length(
         )
 
 
+def check_methods(names: Sequence[str], layers: int) -> None:
+    """Refuse methods that are unknown, or as many as fit neither the model nor each of its layers. Raises: ConfigError."""
+    if len(names) not in (1, layers):
+        raise ConfigError(
+            f"megacp: --cp-comm-type names {len(names)} methods, {', '.join(names)}, and the model has {layers} layers. Give one for "
+            "all layers, or one for each."
+        )
+    for name in names:
+        if name != methods.AUTO:
+            methods.resolve(name)
+
+
 def check_one_layout(layout: str) -> None:
     """Refuse layouts that differ by micro-batch, for hosts whose layers ask for positions in recompute too.
 
@@ -88,15 +108,7 @@ def check_model_config(
     if cp > 1:
         _check_layout(config, layout)
     names = comm_types(config)
-    layers = getattr(config, "num_layers", len(names))
-    if len(names) not in (1, layers):
-        raise ConfigError(
-            f"megacp: --cp-comm-type names {len(names)} methods, {', '.join(names)}, and the model has {layers} layers. Give one for "
-            "all layers, or one for each."
-        )
-    for name in names:
-        if name != methods.AUTO:
-            methods.resolve(name)
+    check_methods(names, getattr(config, "num_layers", len(names)))
     hierarchy = getattr(config, "hierarchical_context_parallel_sizes", None)
     if hierarchy:
         for name in names:

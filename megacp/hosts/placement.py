@@ -16,7 +16,7 @@ from megacp.layout import Layout
 from megacp.mask import Mask
 from megacp.plans import Sizes
 
-__all__ = ["Placement", "changes_by_batch", "place"]
+__all__ = ["Placement", "changes_by_batch", "fixed", "place"]
 
 _BY_DOCUMENTS = ("balanced", "per_document")
 
@@ -60,8 +60,13 @@ def _made(name: str, mask: Mask, cp_size: int) -> Layout:
                 "of its own, and they share one layout. Use --micro-batch-size 1, or --megacp-layout balanced."
             )
         return Layout.per_document(mask.offsets[0] if mask.offsets else [0, mask.seq_len], cp_size)
+    return fixed(name, mask.seq_len, cp_size)
+
+
+def fixed(name: str, seq_len: int, cp_size: int) -> Layout:
+    """Make a layout that is the same for every micro-batch, contiguous or zigzag, in equal parts."""
     make = Layout.contiguous if name == "contiguous" else Layout.zigzag
-    return make(mask.seq_len, cp_size, pad=False)
+    return make(seq_len, cp_size, pad=False)
 
 
 @lru_cache(maxsize=256)

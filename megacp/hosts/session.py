@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from megacp.dynamic import Share
 from megacp.errors import SeamError
 from megacp.groups import Group, as_group
 from megacp.hosts.documents import Mailbox
-from megacp.hosts.placement import changes_by_batch
+from megacp.hosts.placement import changes_by_batch, fixed
 from megacp.hosts.splits import Split
 from megacp.layout import Layout
 
@@ -117,8 +118,17 @@ class Session:
                 f"megacp: positions of {seq_len} tokens were asked for outside the model's forward pass, and with --megacp-layout "
                 f"{self.config.layout} each micro-batch has tokens elsewhere. Use --megacp-layout zigzag."
             )
-        make = Layout.contiguous if self.layout_name == "contiguous" else Layout.zigzag
-        return make(seq_len, cp_size, pad=False)
+        return fixed(self.layout_name, seq_len, cp_size)
+
+    @contextmanager
+    def holding(self, **values: Any) -> Iterator[None]:
+        """Let fields have other values in a block, and those of before after it."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def is_in_force(self, cp_size: int) -> bool:
         """Say whether attention is ours: with more than one rank, documents to keep apart, or dropout from positions."""

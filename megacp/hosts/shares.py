@@ -6,8 +6,6 @@ entry splits each row by its share in place of the host's group, and the loop su
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,17 +15,7 @@ from megacp.errors import UnsupportedError
 from megacp.hosts import limits
 from megacp.hosts.session import Session
 
-__all__ = ["check", "rotary_length", "running"]
-
-
-@contextmanager
-def running(run: Session, share: Share) -> Iterator[None]:
-    """Let models that are called in this block run on the share's block of ranks."""
-    before, run.share = run.share, share
-    try:
-        yield
-    finally:
-        run.share = before
+__all__ = ["check", "rotary_length"]
 
 
 def check(model: Any, share: Share, run: Session) -> None:

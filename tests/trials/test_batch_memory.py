@@ -14,6 +14,7 @@ from megacp import Layout, sharding
 from megacp.attend import plan
 from megacp.config import Config
 from megacp.groups import Group
+from megacp.hosts import entry
 from megacp.hosts.documents import Mailbox
 from megacp.hosts.megatron import model
 from megacp.hosts.session import Session
@@ -41,14 +42,14 @@ def _prepare(length, documents):
     run.mailbox = Mailbox(None, 1)
     group = Group(None, 1, CP, tuple(range(CP)))
     tokens = torch.arange(length)[None] % 1009
-    batch = {name: tokens.clone() for name in model._PER_TOKEN}
+    batch = {name: tokens.clone() for name in entry.PER_TOKEN}
     sizes = {"num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 64, "hidden_size": 512}
     config = SimpleNamespace(tensor_model_parallel_size=1, sequence_parallel=False, **sizes)
     host = SimpleNamespace(config=config, decoder=None, vp_stage=None, parameters=lambda: iter([tokens]))
     placement, mask = model._split(host, batch, run, group)
     split = Split(placement.layout, mask, group)
     if documents != "off":
-        model._mask_last_labels(batch, split.mask, run)
+        entry.mask_last_labels(batch, split.mask, run)
     sharding.shard(batch, split.layout, rank=1)
     ticket(split)
     plan(split.layout, split.mask, "ring").steps(1)

@@ -94,7 +94,7 @@ FIELDS = ("input_ids", "labels", "position_ids", "loss_mask")
 def _compared(field):
     """Compare a batch whose one field differs on rank 2, by one number and a swap that leaves the sum."""
     from megacp.config import Config
-    from megacp.hosts.megatron.model import _check_same_sample
+    from megacp.hosts.entry import check_same_sample
     from megacp.hosts.session import Session
 
     run = Session(Config(), str, lambda: None)
@@ -107,7 +107,7 @@ def _compared(field):
     for step in range(101):
         run.forwards = step
         try:
-            _check_same_sample(batch, as_group(), run)
+            check_same_sample(batch, as_group(), run)
         except megacp.ConfigError as error:
             said.append((step, str(error)))
     return said

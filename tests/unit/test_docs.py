@@ -76,53 +76,36 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
             assert (page.parent / link).exists(), link
 
 
-def test_the_first_command_trains_and_compares(tmp_path: Path) -> None:
+def trained(script: str, runs: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run an example that trains twice and compares; it has to end well."""
     pytest.importorskip(
         "megatron.core", reason="megatron-core is not installed: pip install 'megacp[megatron]'"
     )
     done = subprocess.run(
-        ["bash", "examples/pretrain_documents/run.sh", "--train-iters", "6", "--eval-iters", "0"],
+        ["bash", f"examples/{script}", "--eval-iters", "0", *flags],
         cwd=ROOT,
-        env={**os.environ, "MEGACP_VENV": sys.prefix, "MEGACP_RUNS": str(tmp_path)},
+        env={**os.environ, "MEGACP_VENV": sys.prefix, "MEGACP_RUNS": str(runs)},
         capture_output=True,
         text=True,
         timeout=400,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "The same training" in done.stdout
+    return done
+
+
+def test_the_first_command_trains_and_compares(tmp_path: Path) -> None:
+    done = trained("pretrain_documents/run.sh", tmp_path, "--train-iters", "6")
     assert "megacp is hooked in:" in done.stderr and "2 ranks share each sequence" in done.stderr
     assert "largest relative difference of a parameter" in done.stdout
-    assert "The same training" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("name", "cp"), [("long_documents", 4), ("answers_only", 2)], ids=["long documents", "answers only"]
 )
 def test_the_other_examples_train_and_compare(name: str, cp: int, tmp_path: Path) -> None:
-    pytest.importorskip(
-        "megatron.core", reason="megatron-core is not installed: pip install 'megacp[megatron]'"
-    )
-    small = [
-        "--train-iters",
-        "2",
-        "--lr-warmup-iters",
-        "0",
-        "--eval-iters",
-        "0",
-        "--num-layers",
-        "1",
-        "--seq-length",
-        "512",
-    ]
-    done = subprocess.run(
-        ["bash", f"examples/{name}.sh", *small],
-        cwd=ROOT,
-        env={**os.environ, "MEGACP_VENV": sys.prefix, "MEGACP_RUNS": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"{cp} ranks share each sequence" in done.stderr and "The same training" in done.stdout
+    small = ["--train-iters", "2", "--lr-warmup-iters", "0", "--num-layers", "1", "--seq-length", "512"]
+    assert f"{cp} ranks share each sequence" in trained(f"{name}.sh", tmp_path, *small).stderr
 
 
 def test_the_multimodal_row_is_exact() -> None:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from megacp import groups as members
 from megacp.config import Config
 from megacp.errors import SeamError, UnsupportedError
+from megacp.hosts.entry import mask_last_labels
 from megacp.hosts.megatron.layer import rotary
 from megacp.hosts.megatron.loss import gradient_average, group_of_one, loss_scale, one_rank, token_count
-from megacp.hosts.megatron.model import _mask_last_labels, whole_batch
+from megacp.hosts.megatron.model import whole_batch
 from megacp.hosts.session import Session
 from megacp.mask import Mask
 
@@ -334,7 +335,7 @@ def test_the_last_label_of_each_document_is_masked_wherever_the_mask_is(host: An
         batch["loss_mask"] = seen
     elif where == "the batch that the script took":
         whole_batch(lambda batch: batch, lambda: host.run)({"loss_mask": seen})
-    zeros = _mask_last_labels(batch, mask, host.run)
+    zeros = mask_last_labels(batch, mask, host.run)
     ends = [0, 0, 1, 1, 0, 0, 0, 1]
     if where == "nowhere":  # then the loss itself is made zero there
         assert zeros is not None and zeros.int().tolist() == [ends]

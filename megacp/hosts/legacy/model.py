@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from megacp.errors import ShapeError, UnsupportedError
 from megacp.groups import Group
 from megacp.hosts import limits
 from megacp.hosts.documents import document_mask, starts_of
+from megacp.hosts.entry import causal, check_same_sample, mask_last_labels
 from megacp.hosts.hooks import Function
-from megacp.hosts.megatron.model import _check_same_sample as check_same_sample
-from megacp.hosts.megatron.model import _mask_last_labels as mask_last_labels
 from megacp.hosts.session import Session
 from megacp.hosts.splits import Split, redeem, ticket
 from megacp.mask import Mask
@@ -65,7 +63,7 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         batch["attention_mask"] = ticket(split)
         why = "auto: equal causal work on every rank" if run.config.layout == "auto" else "asked for"
         run.announce(split, _kernel_name(self, run), why)
-        with _in(run, split):
+        with run.holding(split=split):
             out = original(*given.args, **given.kwargs)
         if not getattr(self, "post_process", True):
             return out
@@ -74,15 +72,6 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         return whole if ends is None else whole.masked_fill(ends.to(whole.device), 0)
 
     return forward
-
-
-@contextmanager
-def _in(run: Session, split: Split) -> Iterator[None]:
-    before, run.split = run.split, split
-    try:
-        yield
-    finally:
-        run.split = before
 
 
 def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> Split:
@@ -103,12 +92,9 @@ def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> Spl
     run.asks_late = True
     layout = run.layout(seq_len, group.size)
     if not run.has_documents:
-        return Split(layout, _causal(seq_len), group)
+        return Split(layout, causal(seq_len), group)
     starts = starts_of(run.config.documents, batch.get("input_ids"), batch.get("position_ids"), run.eod)
     return Split(layout, document_mask(starts), group)
-
-
-_causal = functools.lru_cache(maxsize=16)(Mask.causal)
 
 
 def _check_length(model: Any, seq_len: int, run: Session, group: Group) -> None:
@@ -160,12 +146,8 @@ def masks_and_positions(original: Function, session: Callable[[], Session]) -> F
 
 def _positions(data: torch.Tensor, eod: int | None) -> torch.Tensor:
     """Count tokens from 0, int64 [B, G]; again after each ``eod`` if one is given."""
-    at = torch.arange(data.shape[1], device=data.device).expand(data.shape)
-    if eod is None:
-        return at
-    starts = torch.zeros_like(at)
-    starts[:, 1:] = torch.where(data[:, :-1] == eod, at[:, 1:], 0)
-    return at - starts.cummax(1).values
+    at = torch.arange(data.shape[1]) if eod is None else Mask.from_tokens(data, eod).document_positions()
+    return at.to(data.device).expand(data.shape)
 
 
 def rotary(original: Function, session: Callable[[], Session]) -> Function:
@@ -205,7 +187,7 @@ def layer_forward(original: Function, session: Callable[[], Session]) -> Functio
             _refuse_local(run, self)
             return original(*given.args, **given.kwargs)
         if hasattr(self, "core_attention") or hasattr(self, "core_attention_flash"):
-            with _in(run, split):
+            with run.holding(split=split):
                 return original(*given.args, **given.kwargs)
         for name in ("layer_past", "get_key_value", "encoder_output", "rotary_pos_emb"):
             if given.arguments.get(name) not in (None, False):
@@ -263,18 +245,7 @@ def flash_forward(original: Function, session: Callable[[], Session]) -> Functio
             raise UnsupportedError(
                 "megacp: FlashSelfAttention does not know its layer, so --cp-comm-type can name one method only on this host."
             )
-        return attend.attention(
-            values["q"],
-            values["k"],
-            values["v"],
-            mask=split.mask,
-            layout=split.layout,
-            group=split.group,
-            method=_method(run, 1),
-            kernel=run.config.kernel,
-            format="bshd",
-            scale=self.softmax_scale,
-        )
+        return _attention([values[name] for name in "qkv"], split, run, 1, "bshd", self.softmax_scale)
 
     return forward
 
@@ -291,24 +262,26 @@ def _attend(
     p = getattr(getattr(module, "attention_dropout", None), "p", 0.0)
     if p and module.training:
         raise UnsupportedError(f"megacp: a layer has attention dropout {p}. Set --attention-dropout 0.")
+    number, scale = getattr(module, "layer_number", 1), 1 / math.sqrt(q.shape[-1])
+    return _attention([q, k, v], split, run, number, "sbhd", scale).flatten(2).contiguous()
+
+
+def _attention(
+    qkv: list[torch.Tensor], split: Split, run: Session, layer: int, form: str, scale: float | None
+) -> torch.Tensor:
+    """Attend by the method of a layer, counted from 1."""
     out = attend.attention(
-        q,
-        k,
-        v,
+        *qkv,
         mask=split.mask,
         layout=split.layout,
         group=split.group,
-        method=_method(run, getattr(module, "layer_number", 1)),
+        method=run.methods[min(layer, len(run.methods)) - 1],
         kernel=run.config.kernel,
-        format="sbhd",
-        scale=1 / math.sqrt(q.shape[-1]),
+        format=form,
+        scale=scale,
     )
     assert isinstance(out, torch.Tensor)
-    return out.flatten(2).contiguous()
-
-
-def _method(run: Session, number: int) -> str:
-    return run.methods[min(number, len(run.methods)) - 1]
+    return out
 
 
 def _refuse_local(run: Session, module: Any) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megacp import methods
 from megacp.config import FLAGS
-from megacp.errors import ConfigError, UnsupportedError
+from megacp.errors import UnsupportedError
 from megacp.hosts import limits
 from megacp.hosts.hooks import Function
 from megacp.hosts.legacy.groups import register
@@ -165,15 +164,7 @@ def _check(args: Any, world: int, run: Session) -> None:
             f"megacp: --reset-attention-mask with {what}: documents are kept apart by --megacp-documents eod here, not by a dense "
             "mask. Add it."
         )
-    names = list(args.cp_comm_type)
-    if len(names) not in (1, args.num_layers):
-        raise ConfigError(
-            f"megacp: --cp-comm-type names {len(names)} methods, {', '.join(names)}, and the model has {args.num_layers} layers. Give "
-            "one for all layers, or one for each."
-        )
-    for name in names:
-        if name != methods.AUTO:
-            methods.resolve(name)
+    limits.check_methods(args.cp_comm_type, args.num_layers)
 
 
 def initialize(original: Function, session: Callable[[], Session]) -> Function:

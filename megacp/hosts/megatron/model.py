@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from megacp import comm, kernels, sharding
+from megacp import kernels, sharding
 from megacp.errors import ShapeError, UnsupportedError
 from megacp.groups import Group
 from megacp.hosts import limits, shares
 from megacp.hosts.documents import document_mask, starts_of
+from megacp.hosts.entry import OFFSETS, PER_TOKEN, causal, check_same_sample, mask_last_labels
 from megacp.hosts.hooks import Function
 from megacp.hosts.megatron import dropout
 from megacp.hosts.megatron.settings import cp_group
@@ -111,7 +111,7 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         if share is not None:
             shares.check(self, share, session())
             _check_attention(self, share.step.waves.ranks)
-        _check_same_sample(known, group, session())
+        check_same_sample(known, group, session())
         placement, mask = _split(self, known, session(), group)
         split = dropout.keyed(
             Split(placement.layout, mask, group, method=share.method if share else None), self, session()
@@ -119,25 +119,21 @@ def model_forward(original: Function, session: Callable[[], Session]) -> Functio
         _check_dense_mask(batch.get("attention_mask"), split.mask)
         ends = None
         if session().has_documents and batch.get("labels") is not None:
-            ends = _mask_last_labels(batch, split.mask, session())
+            ends = mask_last_labels(batch, split.mask, session())
         if getattr(self.config, "mtp_num_layers", None):
             _check_prediction(self, batch)
         whole_mask = _whole_loss_mask(self, batch, split.mask)
         limits.check_padding(self.config, batch.get("padding_mask"), split.layout)
-        fields = {name: batch.get(name) for name in _PER_TOKEN}
+        fields = {name: batch.get(name) for name in PER_TOKEN}
         local = sharding.shard(fields, split.layout, rank=group.rank, fields=_DIMS)
         batch.update({k: v for k, v in local.items() if k in batch})
         if whole_mask is not None:
             batch["loss_mask"] = whole_mask
         batch["attention_mask"] = ticket(split)
         session().announce(split, _kernel_name(self, session()), placement.reason)
-        session().split = split
         drops = split.dropout_key and self.config.hidden_dropout and getattr(self, "pre_process", True)
-        try:
-            with dropout.at(session(), split, 0, drops=bool(drops)):
-                out = original(*given.args, **given.kwargs)
-        finally:
-            session().split = None
+        with session().holding(split=split), dropout.at(session(), split, 0, drops=bool(drops)):
+            out = original(*given.args, **given.kwargs)
         if not getattr(self, "post_process", True):
             return out
         # [B, S] per-token loss, or [B, S, V] logits where no labels are given
@@ -155,22 +151,7 @@ def _offsets(batch: dict[str, Any], run: Session) -> dict[str, Any]:
     given = batch.get("packed_seq_params")
     if given is not None:
         batch["packed_seq_params"] = None
-    return {"packed_seq_params": None, **{name: getattr(given, name, None) for name in _OFFSETS}}
-
-
-def _mask_last_labels(batch: dict[str, Any], mask: Mask, run: Session) -> torch.Tensor | None:
-    """Take the last label of each document out of the loss mask, in place: the host's loss function holds the same tensor.
-
-    The mask is the one that the model is called with; scripts of hosts whose models take none have it from the batch.
-    Returns the positions [B, G] whose loss is to be zero where neither is to be seen, else None.
-    """
-    seen = batch["loss_mask"] if batch.get("loss_mask") is not None else run.loss_mask
-    run.loss_mask = None
-    ends = mask.document_ends()
-    if not isinstance(seen, torch.Tensor) or seen.shape != batch["labels"].shape:
-        return ends
-    seen.masked_fill_(ends.to(seen.device), 0)
-    return None
+    return {"packed_seq_params": None, **{name: getattr(given, name, None) for name in OFFSETS}}
 
 
 def _check_prediction(model: Any, batch: dict[str, Any]) -> None:
@@ -195,8 +176,6 @@ def _whole_loss_mask(model: Any, batch: dict[str, Any], mask: Mask) -> torch.Ten
     return ones.masked_fill_(mask.document_ends().to(ones.device), 0) if mask.offsets else ones
 
 
-_PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens_q_padded")
 _DIMS = {"padding_mask": 1}
 _WHY_NOT = {
     "inference_context": "decoding against a cache is not attention over a split sequence",
@@ -224,7 +203,7 @@ def _split(model: Any, batch: dict[str, Any], run: Session, group: Group) -> tup
 def _mask(model: Any, batch: dict[str, Any], run: Session, shape: tuple[int, int]) -> Mask:
     """Return the mask of the micro-batch at hand; later pipeline stages get its documents from the first."""
     if not run.has_documents:
-        return _causal(shape[1])
+        return causal(shape[1])
     mailbox = run.mailbox
     if mailbox is None:
         raise UnsupportedError(
@@ -232,7 +211,7 @@ def _mask(model: Any, batch: dict[str, Any], run: Session, shape: tuple[int, int
         )
     chunk = getattr(model, "vp_stage", None) or 0
     if mailbox.is_first and chunk == 0:
-        offsets = [batch.get(name) for name in _OFFSETS]
+        offsets = [batch.get(name) for name in OFFSETS]
         starts = starts_of(
             run.config.documents, batch.get("input_ids"), batch.get("position_ids"), run.eod, offsets
         )
@@ -242,54 +221,11 @@ def _mask(model: Any, batch: dict[str, Any], run: Session, shape: tuple[int, int
     return document_mask(starts)
 
 
-def _check_same_sample(batch: dict[str, Any], group: Group, run: Session) -> None:
-    """Compare a fingerprint of the batch over the group, at the first micro-batch and every hundredth after it.
-
-    Raises: ShapeError naming the ranks that hold something else, on every rank.
-    """
-    due, run.forwards = run.forwards % 100 == 0, run.forwards + 1
-    due = due or run.share is not None  # ranks of a block have not counted alike
-    compared = (*_PER_TOKEN, *_OFFSETS)
-    fields = [batch.get(name) for name in compared]
-    given = next((x for x in fields if isinstance(x, torch.Tensor)), None)
-    if group.size == 1 or not due or given is None:
-        return
-    mine = torch.stack([_fingerprint(x, given.device) for x in fields])
-    everyone = comm.all_gather(group, mine, "the comparison of the batch")  # [size, fields, 4]
-    differ = (everyone != everyone[0]).any(-1)
-    others = differ.any(1).nonzero().flatten().tolist()
-    if others:
-        names = [name for name, there in zip(compared, differ.any(0).tolist(), strict=True) if there]
-        shapes = [tuple(row[0, :2].tolist()) for row in everyone]
-        raise ShapeError(
-            f"megacp: context-parallel ranks {[0, *others]} do not all hold the same batch: ranks {others} differ from rank 0 in "
-            f"{', '.join(names)} ({_PER_TOKEN[0]} by rank: {shapes}). Each must load the whole sequence of its data-parallel rank. "
-            "Either the data loader goes by the rank in the world, or something else splits the batch already."
-        )
-
-
-def _fingerprint(x: Any, device: torch.device) -> torch.Tensor:
-    """Return the sizes, the sum, and a sum by place, of one field, int64 [4]; -1 where there is none."""
-    if not isinstance(x, torch.Tensor):
-        return torch.full((4,), -1, dtype=torch.int64, device=device)
-    sizes = [*x.shape[:2], 0, 0][:2]
-    values = x.detach().reshape(-1)
-    if x.is_floating_point():
-        values = values.double() * 65536
-    values = values.to(torch.int64)
-    weights = torch.arange(1, x.numel() + 1, device=x.device) % 8191
-    sums = torch.stack([values.sum(), (values * weights).sum()])
-    return torch.cat([torch.tensor(sizes, device=device), sums.to(device)])
-
-
-_causal = functools.lru_cache(maxsize=16)(Mask.causal)
-
-
 def _shape(model: Any, batch: dict[str, Any], group: Group) -> tuple[int, int]:
     """Return (rows, whole sequence length) of the micro-batch."""
     shapes = {
         name: tuple(batch[name].shape[-2:])  # position ids may be [3, B, G]
-        for name in _PER_TOKEN
+        for name in PER_TOKEN
         if isinstance(batch.get(name), torch.Tensor)
     }
     if len(set(shapes.values())) > 1:
